@@ -78,7 +78,7 @@ def segment_statistics(
     a segment of one token, or whose scores are all 0, has entropy 0.
 
     Raises ValueError or TypeError for wrong shapes, dtypes, devices, unsorted offsets, NaN or
-    negative scores. Source: SABlock Eqs. 5 and 6, in the form given by DESIGN section 5.
+    negative scores. Source: SABlock Eqs. 5 and 6, whose text is lost: the form is ours.
     """
     slots = _checked_slots(scores, offsets)
     return _statistics(scores, slots, offsets.shape[-1] - 1)
@@ -99,7 +99,7 @@ def segment_guided(
     lam = 0 changes nothing. Shapes and errors as in `segment_statistics`; `beta` and `lam` are
     finite and not negative. Forbidden tokens stay -inf; tokens of no segment keep their score.
 
-    Source: SABlock Eqs. 7 and 8, in the form given by DESIGN section 5.
+    Source: SABlock Eqs. 7 and 8, whose text is lost: the form is ours.
     """
     check_number("beta", beta, low=0.0)
     check_number("lam", lam, low=0.0)

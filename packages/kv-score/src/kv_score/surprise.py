@@ -29,7 +29,7 @@ def surprisal(
     time.
 
     Raises ValueError or TypeError for wrong shapes, dtypes, devices, ids outside the vocabulary.
-    Source: SeKV section 3.1, Eq. 1 (`chunk` because of DESIGN section 3: no [T, V] tensor).
+    Source: SeKV section 3.1, Eq. 1.
     """
     check_tensor("hidden", hidden, ndim=3)
     check_tensor("lm_head_weight", lm_head_weight, ndim=2)

@@ -1,0 +1,1 @@
+"""Plain-torch implementations. Nothing here imports triton or the kernels."""

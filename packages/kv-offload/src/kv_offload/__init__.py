@@ -1,0 +1,35 @@
+"""Tiered storage for KV caches: device, host and disk, gather by index, hit cache, cache files."""
+
+from kv_offload._pending import PendingRows
+from kv_offload._rows import storage_bytes
+from kv_offload.cache_file import CacheFile, load_cache, save_cache
+from kv_offload.errors import (
+    AlteredFileError,
+    CacheFileError,
+    FingerprintError,
+    ForeignFileError,
+    NewerFormatError,
+    StoreClosedError,
+    TruncatedFileError,
+)
+from kv_offload.hit_cache import HitCache
+from kv_offload.store import TieredStore
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AlteredFileError",
+    "CacheFile",
+    "CacheFileError",
+    "FingerprintError",
+    "ForeignFileError",
+    "HitCache",
+    "NewerFormatError",
+    "PendingRows",
+    "StoreClosedError",
+    "TieredStore",
+    "TruncatedFileError",
+    "load_cache",
+    "save_cache",
+    "storage_bytes",
+]

@@ -1,0 +1,60 @@
+"""From keys to a mask to indices, without waiting for the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def top_mask(keys: Tensor, k: int | Sequence[int]) -> Tensor:
+    """The `k` largest entries above -inf in each row of `keys` [..., N]; ties: the earlier one.
+
+    `k` may differ along the first dimension: one int for each of its rows.
+    """
+    if not isinstance(k, int):
+        return _top_mask_of_each(keys, k)
+    k = min(k, keys.shape[-1])
+    if k == 0:
+        return torch.zeros_like(keys, dtype=torch.bool)
+    least = keys.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    return _from_least(keys, least, k)
+
+
+def _top_mask_of_each(keys: Tensor, k: Sequence[int]) -> Tensor:
+    """`top_mask` with `k[i]` entries in row i of the first dimension."""
+    most = min(max(k, default=0), keys.shape[-1])
+    if most == 0:
+        return torch.zeros_like(keys, dtype=torch.bool)
+    counts = per_row([min(each, most) for each in k], keys).expand(*keys.shape[:-1], 1)
+    best = keys.topk(most, dim=-1).values
+    least = best.gather(-1, (counts - 1).clamp(min=0)).masked_fill(counts == 0, math.inf)
+    return _from_least(keys, least, counts) & (counts > 0)
+
+
+def per_row(numbers: Sequence[int], like: Tensor) -> Tensor:
+    """int64[B, 1, ...] with as many dimensions as `like`, filled without a copy from the host."""
+    each = [torch.full((), k, dtype=torch.int64, device=like.device) for k in numbers]
+    return torch.stack(each).view(-1, *[1] * (like.ndim - 1))
+
+
+def _from_least(keys: Tensor, least: Tensor, k: int | Tensor) -> Tensor:
+    """The k entries of each row from its k-th largest, `least`, upwards."""
+    above = keys > least
+    level = (keys == least) & (keys > -math.inf)
+    missing = k - above.sum(-1, keepdim=True, dtype=torch.int32)
+    return above | (level & (level.cumsum(-1, dtype=torch.int32) <= missing))
+
+
+def indices_of(mask: Tensor, size: int) -> Tensor:
+    """Positions of the set entries, ascending, then -1: int64[..., size].
+
+    No row of `mask` [..., N] may have more than `size` of them.
+    """
+    n = mask.shape[-1]
+    slot = torch.where(mask, mask.cumsum(-1) - 1, size)
+    indices = torch.full((*mask.shape[:-1], size + 1), -1, dtype=torch.int64, device=mask.device)
+    indices.scatter_(-1, slot, torch.arange(n, device=mask.device).expand_as(slot))
+    return indices[..., :size].contiguous()

@@ -1,0 +1,77 @@
+"""The clustering threshold that meets a budget."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from kv_policies import _check
+from kv_policies.clusters import check_inputs, cluster, stacks
+
+
+class Threshold(NamedTuple):
+    """What `threshold_for_budget` found for each row and head."""
+
+    theta: Float[Tensor, "B H"]
+    """float32, to be passed to `greedy_clusters`."""
+    entries: Int64[Tensor, "B H"]
+    """Clusters there are at `theta`."""
+    excess: Int64[Tensor, "B H"]
+    """Entries above the budget: 0 where it is met, more where even theta = -1 does not meet it."""
+
+
+def threshold_for_budget(
+    keys: Float[Tensor, "B H T D"],
+    offsets: Int64[Tensor, "*rows S1"],
+    budget: int,
+    *,
+    steps: int = 12,
+    valid: Bool[Tensor, "B T"] | None = None,
+    check: bool = True,
+) -> Threshold:
+    """`theta = bisect max {theta : clusters(theta) <= budget}` in [-1, 1], per row and head.
+
+    `theta` is one at which the clusters were counted and meet the budget, never an estimate, and
+    1 (nothing merged) wherever the tokens themselves fit. The number of clusters need not rise
+    with theta, so a larger theta that meets the budget as well may exist; but theta never falls
+    when the budget grows. Where one entry per chunk is still too many, theta is -1 and `excess`
+    says by how many.
+
+    Args:
+        keys, offsets, valid: as for `greedy_clusters`. Similarities within chunks are kept
+            between the steps: at most as much memory as the keys in float32 for chunks no longer
+            than D.
+        budget: entries per row and head, at least 0.
+        steps: bisection steps, at least 0; theta is found to within 2 ** (1 - steps).
+        check: also check values.
+
+    Raises:
+        As `greedy_clusters`; ValueError for a negative `budget` or `steps`.
+
+    Source: SemantiCache picks theta by hand (Table 5); the budgets of Table 1 need this.
+    """
+    budget = _check.integer("budget", budget, least=0)
+    steps = _check.integer("steps", steps, least=0)
+    table, valid = check_inputs(keys, offsets, valid, check=check)
+    positions = torch.arange(keys.shape[2], device=keys.device)
+    short = list(stacks(keys, table, valid))
+
+    def entries(theta: Tensor) -> Tensor:
+        return (cluster(keys, table, theta, valid, short) == positions).sum(-1)
+
+    low = keys.new_full(keys.shape[:2], -1.0, dtype=torch.float32)
+    high = -low
+    count = entries(low)
+    for _ in range(steps):
+        middle = (low + high) / 2
+        found = entries(middle)
+        met = found <= budget
+        low, high = torch.where(met, middle, low), torch.where(met, high, middle)
+        count = torch.where(met, found, count)
+    tokens = valid.sum(-1, keepdim=True).expand_as(count)
+    low = torch.where(tokens <= budget, 1.0, low)
+    count = torch.where(tokens <= budget, tokens, count)
+    return Threshold(low, count, (count - budget).clamp(min=0))
