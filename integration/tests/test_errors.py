@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import SHAPE, build, generate, prompt
+from families import SHAPE, build, generate, prompt
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import gc
 import math
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import build, generate, prompt
+from families import build, generate, prompt
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from kv_integration import METHODS, Eviction, FullKV, SABlock, SentenceKV, attach
+from kv_integration import METHODS, Eviction, SABlock, SentenceKV, attach
 from kv_integration.budget import budget_entries, split_window
 from kv_integration.buffer import KVBuffer
 from kv_integration.method import Context
@@ -110,14 +112,16 @@ def test_sablock_equals_attention_masked_to_the_tokens_it_kept(tokenizer, budget
             ).logits
 
 
-@pytest.mark.parametrize("method", [SABlock(budget=16), SentenceKV(budget=16)], ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    "method", [SABlock(budget=16), SentenceKV(budget=16)], ids=lambda m: m.name
+)
 def test_the_report_counts_the_tensors_that_exist(tokenizer, method):
     model = build("llama")
     with attach(model, tokenizer) as kv:
         cache = kv.cache(method)
         generate(model, prompt(400, 250), cache)
         report = cache.report()
-        counted = sum(s.nbytes() for layer in cache.compressed for s in storages(layer.state).values())
+        counted = sum(storage.nbytes() for storage in storages(cache).values())
     told = report.device_bytes + report.host_bytes + report.disk_bytes
     assert told == pytest.approx(counted, rel=0.01)
     assert report.full_kv_bytes == 2 * 405 * 3 * 2 * 2 * 16 * 4
@@ -290,7 +294,12 @@ def test_a_users_method_needs_no_more_than_keep(tokenizer):
 
 
 def test_every_method_is_listed_by_its_name():
-    assert {name: cls().name for name, cls in METHODS.items() if cls is not FullKV} == {
-        "sentencekv": "sentencekv",
-        "sablock": "sablock",
-    }
+    assert {name: cls().name for name, cls in METHODS.items()} == {n: n for n in METHODS}
+
+
+def test_the_example_of_an_own_method_runs(capsys):
+    example = Path(__file__).parents[1] / "examples" / "own_method.py"
+    runpy.run_path(str(example), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "paragraphkv: " in printed
+    assert "expected" in printed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import FAMILIES, build, generate, prompt
+from families import build, generate, prompt
 from transformers import DynamicCache
 
 from kv_integration import FullKV, SABlock, SentenceKV, attach

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizer import ASSISTANT, USER
 from transformers import PreTrainedTokenizerFast
 
 from kv_integration import haystack
-from tokenizer import ASSISTANT, USER
 
 IGNORE = -100
 
@@ -105,7 +105,9 @@ class Sampler:
         ends = np.flatnonzero(self.sentence_end[body]) + 1
         ends = np.concatenate([[0], ends]) if len(ends) else np.array([0])
         # Uniform in depth, not in sentence number; several facts may meet at one place.
-        cuts = np.sort(ends[np.searchsorted(ends, self.rng.integers(0, len(body) + 1, facts), "right") - 1])
+        cuts = np.sort(
+            ends[np.searchsorted(ends, self.rng.integers(0, len(body) + 1, facts), "right") - 1]
+        )
         ids: list[int] = [self.bos, self.user]
         prose = [(2, 2)]
         where, begin = {}, 0

@@ -1,4 +1,4 @@
-"""Train the embedded model: prose first in short pieces, retrieval by a taught circuit, then length.
+"""Train the embedded model: retrieval by a taught circuit first, then prose, then length.
 
     python train_embedded.py --out ../src/kv_integration/embedded/model --work /tmp/embedded
 
@@ -19,15 +19,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
+import corpus
 import numpy as np
 import torch
+from tasks import Episode, Sampler
+from tokenizer import key_words, train_tokenizer
 from torch.nn import functional as F
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, SmolLM3Config, SmolLM3ForCausalLM
 
-import corpus
 from kv_integration import haystack
-from tasks import Episode, Sampler
-from tokenizer import key_words, train_tokenizer
 
 PREVIOUS, BEFORE = 0, 2  # heads of layer 0: attend t - 1, attend t - 2
 LOOKUP, CONTINUE = 0, 2  # heads of layer 2: find the key's number, find what follows its first half
@@ -57,8 +57,8 @@ PHASES = (
     Phase("facts-256", 180, (256,), 1.5e-3, dense=0.25, taught=True, facts=(4, 10), good=0.985),
     Phase("prose-512", 360, (256, 512), 1.2e-3, dense=0.1, facts=(2, 16)),
     Phase("prose-2k", 350, (512, 1024, 2048), 1e-3, facts=(2, 32), questions=12),
-    Phase("prose-8k", 750, (1024, 2048, 4096, 4096, 8192), 6e-4, facts=(1, 48), questions=16),
-    Phase("anneal", 350, (512, 1024, 2048, 4096, 8192), 3e-4, facts=(1, 24), questions=16),
+    Phase("prose-8k", 300, (1024, 2048, 2048, 4096, 8192), 6e-4, facts=(1, 48), questions=16),
+    Phase("anneal", 150, (1024, 2048, 4096, 8192), 3e-4, facts=(1, 24), questions=16),
 )
 
 
@@ -94,7 +94,9 @@ def prepare(work: Path) -> tuple[PreTrainedTokenizerFast, list[str], np.ndarray,
         streams = {}
         for name, texts in (("libraries", [libraries[i] for i in order]), ("topics", topics)):
             encoded = tokenizer([text + "\n\n" for text in texts], add_special_tokens=False)
-            streams[name] = np.concatenate([np.array(ids, np.int32) for ids in encoded["input_ids"]])
+            streams[name] = np.concatenate(
+                [np.array(ids, np.int32) for ids in encoded["input_ids"]]
+            )
         np.savez(work / "streams.npz", **streams)
     tokenizer = AutoTokenizer.from_pretrained(work / "tokenizer")
     streams = np.load(work / "streams.npz")

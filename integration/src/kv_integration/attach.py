@@ -9,7 +9,6 @@ in the call, all three pass everything through to the model's own attention.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
@@ -146,11 +145,13 @@ def register(original: str) -> str:
         value: Tensor,
         attention_mask: Tensor | None,
         *,
-        kv_cache: KVCache | None = None,
+        kv_layer: CompressedLayer | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        run = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager_attention(module))
-        if kv_cache is None:
+        # "eager" is not registered: every modeling file has its own.
+        eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        run = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
+        if kv_layer is None:
             return run(module, query, key, value, attention_mask, **options)
 
         def exact(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -164,8 +165,7 @@ def register(original: str) -> str:
             return run(module, queries, keys, values, mask, **options)[0].transpose(1, 2)
 
         scale = options.get("scaling") or query.shape[-1] ** -0.5
-        layer = kv_cache.layers[module.layer_idx]
-        out = layer.attend(query, key, value, scale=scale, exact=exact)
+        out = kv_layer.attend(query, key, value, scale=scale, exact=exact)
         return out.transpose(1, 2), None
 
     def mask(*args: Any, **options: Any) -> Any:
@@ -177,11 +177,6 @@ def register(original: str) -> str:
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
     return name
-
-
-def eager_attention(module: nn.Module) -> Callable[..., Any]:
-    """The plain attention function of the file that defines `module`."""
-    return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
 
 
 def _enter(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -203,8 +198,10 @@ def _leave(decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 
 def _hand_over(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Before an attention module runs: give its attention function the cache."""
+    """Before an attention module runs: give its attention function the cache's layer."""
     cache = kwargs.get("past_key_values")
-    if isinstance(cache, KVCache) and isinstance(cache.layers[module.layer_idx], CompressedLayer):
-        return args, {**kwargs, "kv_cache": cache}
+    if isinstance(cache, KVCache):
+        layer = cache.layers[int(module.layer_idx)]  # type: ignore[arg-type]
+        if isinstance(layer, CompressedLayer):
+            return args, {**kwargs, "kv_layer": layer}
     return None

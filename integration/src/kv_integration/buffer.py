@@ -1,12 +1,14 @@
-"""Keys and values that stay on the device: one list of entries per row and KV head, with room to grow."""
+"""Keys and values on the device: a list of entries per row and KV head, with room to grow."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from kv_attn_triton import attention
 from torch import Tensor
+
+from kv_attn_triton import attention
+from kv_offload import storage_bytes
 
 ROOM = 64  # entries added at the least when a buffer grows
 
@@ -99,11 +101,8 @@ class KVBuffer:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors that exist, the room to grow included."""
-        return sum(
-            t.untyped_storage().nbytes()
-            for t in (self.keys, self.values, self.lengths)
-            if t is not None
-        )
+        lengths = [] if self.lengths is None else [self.lengths]
+        return storage_bytes(self.keys, self.values, *lengths)
 
     def _lengths(self) -> Tensor:
         if self.lengths is not None:

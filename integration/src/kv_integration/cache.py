@@ -49,11 +49,11 @@ class KVCache(Cache):
         self.tokens = 0
         self.prompt_tokens = 0
         self.prompt_complete = False
-        super().__init__(
-            layers=[self._layer(layer) for layer in DynamicCache(config=config).layers]
-        )
+        layers = DynamicCache(config=config).layers
+        self._own = [self._layer(layer) for layer in layers]
+        super().__init__(layers=list(self._own))
 
-    def _layer(self, layer: object) -> object:
+    def _layer(self, layer: object) -> CompressedLayer | DynamicSlidingWindowLayer:
         if type(layer) is DynamicLayer:
             return CompressedLayer(self)
         if type(layer) is DynamicSlidingWindowLayer:
@@ -66,7 +66,7 @@ class KVCache(Cache):
     @property
     def compressed(self) -> list[CompressedLayer]:
         """The layers that the method holds."""
-        return [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
+        return [layer for layer in self._own if isinstance(layer, CompressedLayer)]
 
     def enter(self, ids: Tensor, mask: Tensor | None) -> None:
         """Tokens [B, Q] are about to pass the model; `mask` [B, seen + Q], 0 for padding.
@@ -134,11 +134,10 @@ class KVCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen, padding included."""
-        return self.layers[layer_idx].get_seq_length()
+        return self._own[layer_idx].get_seq_length()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
-        self._select(beam_idx)
+        self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
@@ -154,7 +153,7 @@ class KVCache(Cache):
 
     def report(self) -> Report:
         """What the cache holds now and what the next step attends."""
-        layers = [self._layer_report(layer) for layer in self.layers]
+        layers = [self._layer_report(layer) for layer in self._own]
         held = [layer for layer in layers if layer.kind == "compressed"]
         hits = sum(layer.hits for layer in layers)
         asked = hits + sum(layer.misses for layer in layers)
@@ -170,7 +169,7 @@ class KVCache(Cache):
             tokens_seen=max((layer.tokens_seen for layer in layers), default=0),
             budget_entries=budget_entries(self.method.budget, longest) if longest else 0,
             entries_attended=max((layer.entries_attended for layer in held), default=0),
-            device_bytes=total("device_bytes"),
+            device_bytes=total("device_bytes") + self.plan.nbytes,
             host_bytes=total("host_bytes"),
             disk_bytes=total("disk_bytes"),
             full_kv_bytes=total("full_kv_bytes"),

@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kv_integration.buffer import KVBuffer
 from kv_integration.method import LayerState, Row
+from kv_offload import storage_bytes
 
 if TYPE_CHECKING:
     from kv_integration.cache import KVCache
@@ -149,7 +150,7 @@ class CompressedLayer(CacheLayerMixin):
         if self.state is not None:
             return self.state.nbytes()
         held = 0 if self.held is None else self.held.nbytes
-        latest = 0 if self.latest is None else self.latest.untyped_storage().nbytes()
+        latest = 0 if self.latest is None else storage_bytes(self.latest)
         return {"device": held + latest, "host": 0, "disk": 0}
 
     def get_seq_length(self) -> int:

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from kv_segment import delimiter_table
 from numpy.typing import NDArray
 from torch import Tensor
 
 from kv_integration.buffer import KVBuffer
+from kv_offload import storage_bytes
+from kv_segment import delimiter_table
 
 
 class Context:
@@ -56,6 +57,11 @@ class Plan:
 
     def select_rows(self, rows: Tensor) -> None:
         """Rows of the batch are reordered, repeated or dropped, as `KVBuffer.select_rows`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that exist."""
+        return storage_bytes(*self.offsets)
 
 
 @dataclass(frozen=True)
@@ -186,5 +192,5 @@ def segment_prompt(
     table: NDArray[np.bool_],
     cut: Callable[[NDArray[np.int64], NDArray[np.bool_]], NDArray[np.int64]],
 ) -> list[Tensor]:
-    """Segments of every row through a function of kv-segment, as int64[S + 1] on the ids' device."""
+    """Segments of every row by a function of kv-segment: int64[S + 1] on the ids' device."""
     return [torch.from_numpy(cut(row.cpu().numpy(), table)).to(row.device) for row in ids]

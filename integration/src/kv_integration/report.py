@@ -9,7 +9,7 @@ TIERS = ("device", "host", "disk")
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer. Bytes by tier; entries of the prompt attended per step, the most of any KV head."""
+    """One layer. Bytes by tier; entries of the prompt attended per step (the most of any head)."""
 
     kind: str
     tokens_seen: int
@@ -85,8 +85,8 @@ class Report:
 
 def format_bytes(count: float) -> str:
     """A number of bytes with a binary unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
         count /= 1024
-    raise ValueError(f"count must be finite, got {count}")
+    return f"{count:.2f} GiB"

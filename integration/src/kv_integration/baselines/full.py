@@ -15,5 +15,9 @@ class FullKV(Method):
 
     budget: int | float = 1.0
 
+    @property
+    def name(self) -> str:
+        return "full"
+
     def compress(self, rows: Sequence[Row], plan: Plan) -> LayerState:
         return Kept(KVBuffer.stack([(row.keys, row.values) for row in rows]))

@@ -42,7 +42,7 @@ def draw(results: Sequence[Result], caption: str, path: Path) -> None:
     for label, result in zip(held.get_yticklabels(), results, strict=True):
         label.set_color(MARKS[result.correct][1])
     marks = "✓ right answer, ✗ wrong answer.  " if results[0].correct is not None else ""
-    note = textwrap.fill(marks + caption[:1].upper() + caption[1:], 150)
+    note = textwrap.fill(marks + caption[:1].upper() + caption[1:], 170)
     handles, names = held.get_legend_handles_labels()
     figure.legend(handles, names, loc="upper right", ncols=2, fontsize=9, frameon=False)
     figure.suptitle("One prompt, one question, several caches", x=0.01, ha="left", weight="bold")
@@ -62,7 +62,11 @@ def draw_bytes(axes: Axes, results: Sequence[Result]) -> None:
         axes.annotate(text, (near + far, place), (4, 0), textcoords="offset points", va="center")
     axes.set_title("Bytes held, as share of full KV", loc="left", fontsize=10)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    axes.set_xlim(0, 1.3 * max(d + h for d, h in zip(device, host, strict=True)))
+    axes.axvline(1.0, color="#888888", linewidth=0.8, linestyle="--")
+    ends = [near + far for near, far in zip(device, host, strict=True)]
+    widest = max(1.0, *ends)
+    labels = [0.45 if far else 0.25 for far in host]  # room for the text behind each bar
+    axes.set_xlim(0, max(end + widest * room for end, room in zip(ends, labels, strict=True)))
     tidy(axes)
 
 

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from kv_policies import adaptive_blocks
-from kv_score import segment_guided, window_attention
-from kv_segment import DELIMITERS_CLAUSE, by_punctuation
 from torch import Tensor
 
 from kv_integration.budget import budget_entries, check_budget, split_window
 from kv_integration.method import Context, Eviction, Plan, Row, segment_prompt
+from kv_policies import adaptive_blocks
+from kv_score import segment_guided, window_attention
+from kv_segment import DELIMITERS_CLAUSE, by_punctuation
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from kv_attn_triton import attention, merge_states
-from kv_offload import HitCache, TieredStore
-from kv_policies import top_segments, top_tokens
-from kv_score import segment_mean, segment_scores, window_attention
-from kv_segment import DELIMITERS_SENTENCE, by_punctuation
 from torch import Tensor
 from torch.nn import functional as F
 
+from kv_attn_triton import attention, merge_states
 from kv_integration.budget import budget_entries, check_budget, split_window
 from kv_integration.buffer import KVBuffer
 from kv_integration.method import Context, LayerState, Method, Plan, Row, segment_prompt, take
+from kv_offload import HitCache, TieredStore, storage_bytes
+from kv_policies import top_segments, top_tokens
+from kv_score import segment_mean, segment_scores, window_attention
+from kv_segment import DELIMITERS_SENTENCE, by_punctuation
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,8 @@ class SentenceKV(Method):
         return SentencePlan(offsets, torch.from_numpy(table).to(ids[0].device), len(ids))
 
     def compress(self, rows: Sequence[Row], plan: Plan) -> LayerState:
+        if not isinstance(plan, SentencePlan):
+            raise TypeError(f"plan must be the one that begin() made, got {plan!r}")
         parts = [self._compress_row(row, plan.offsets[row.index]) for row in rows]
         return SentenceState(parts, plan, self)
 
@@ -146,6 +148,10 @@ class SentencePlan(Plan):
     def select_rows(self, rows: Tensor) -> None:
         self.closed = self.closed.index_select(0, rows)
 
+    @property
+    def nbytes(self) -> int:
+        return storage_bytes(*self.offsets, self.table, self.closed, self.fresh, self.weights)
+
 
 class SentenceState(LayerState):
     """Sentence means and latest tokens on the device, stored tokens on the host or disk."""
@@ -203,15 +209,11 @@ class SentenceState(LayerState):
 
     def _retrieve(self, query: Tensor) -> Tensor:
         """Stored tokens of the most similar sentences, int64[B, H_kv, K], as many as granted."""
-        if self.method.retrieve == "sentence" and self.selected is not None:
-            due = self.plan.closed
-        else:
-            due = None
         similarity = segment_scores(query.to(self.means.dtype), self.means, reduce="mean")
         alpha = self.alpha.expand(-1, similarity.shape[1], -1)
         indices = top_segments(similarity, alpha, self.offsets, self.retrieved, check=False)
-        if due is not None:
-            indices = torch.where(due[:, None, None], indices, self.selected)
+        if self.method.retrieve == "sentence" and self.selected is not None:
+            indices = torch.where(self.plan.closed[:, None, None], indices, self.selected)
         self.selected = indices
         return indices
 
@@ -225,10 +227,10 @@ class SentenceState(LayerState):
         return torch.tensor(attended)[:, None].expand(-1, self.means.shape[1])
 
     def nbytes(self) -> dict[str, int]:
-        tensors = [self.means, self.offsets, self.alpha, self.query_sum, self.selected]
-        own = sum(t.untyped_storage().nbytes() for t in tensors if t is not None)
+        own = [self.means, self.offsets, self.alpha, self.query_count]
+        own += [t for t in (self.query_sum, self.selected) if t is not None]
         tiers = {"device": 0, "host": 0, "disk": 0} | self.store.nbytes
-        tiers["device"] += own + self.exact.nbytes + self.hits.nbytes
+        tiers["device"] += storage_bytes(*own) + self.exact.nbytes + self.hits.nbytes
         return tiers
 
     def crop(self, tokens: int) -> None:

@@ -84,8 +84,9 @@ class HitCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the resident rows on the device, counted from their storage."""
-        return storage_bytes(self._rows)
+        """Bytes on the device of the resident rows and of the ids by which they are found."""
+        slots = [] if self._slots is None else [self._slots]
+        return storage_bytes(self._rows, self._keys, self._wanted, *slots)
 
     @torch.no_grad()
     def fetch(self, indices: Int64[Tensor, "B H K"]) -> Shaped[Tensor, "B H K D"]:
