@@ -58,7 +58,7 @@ PHASES = (
     Phase("prose-512", 360, (256, 512), 1.2e-3, dense=0.1, facts=(2, 16)),
     Phase("prose-2k", 350, (512, 1024, 2048), 1e-3, facts=(2, 32), questions=12),
     Phase("prose-8k", 300, (1024, 2048, 2048, 4096, 8192), 6e-4, facts=(1, 48), questions=16),
-    Phase("anneal", 150, (1024, 2048, 4096, 8192), 3e-4, facts=(1, 24), questions=16),
+    Phase("anneal", 300, (1024, 2048, 4096, 8192), 3e-4, facts=(1, 24), questions=16),
 )
 
 

@@ -74,8 +74,6 @@ class SentenceKV(Method):
     def _compress_row(self, row: Row, offsets: Tensor) -> SentenceRow:
         budget = budget_entries(self.budget, row.tokens)
         window, retrieved = split_window(budget, self.window)
-        if budget == row.tokens:
-            retrieved = row.tokens - window
         earlier = row.tokens - window
         alpha = window_attention(
             row.queries[:, :, -window:], row.keys, scale=row.scale, reduce="layer"

@@ -1,0 +1,290 @@
+"""`kv-bench niah`: needle in a haystack, accuracy over context length and depth."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kv_bench.answers import answers
+from kv_bench.grid import Results, Row, Variant
+from kv_integration import METHODS, haystack
+from kv_integration.answer import is_correct
+from kv_integration.cli.files import whole_file
+from kv_integration.cli.inputs import (
+    DTYPES,
+    Loaded,
+    check_positions,
+    load_model,
+    make_method,
+    parse_budget,
+    parse_names,
+    read_text,
+    settle,
+)
+from kv_integration.cli.progress import Steps
+
+FINGERPRINT_BYTES = 2**20
+
+
+@click.command()
+@click.option(
+    "--methods",
+    multiple=True,
+    default=[",".join(METHODS)],
+    show_default=True,
+    metavar="NAMES",
+    help="Methods with commas between.",
+)
+@click.option(
+    "--contexts",
+    default="512,1024,2048,4096,8192",
+    show_default=True,
+    metavar="TOKENS",
+    help="Prompt lengths with commas between.",
+)
+@click.option(
+    "--depths", default=5, show_default=True, help="Places of the needle, from start to end."
+)
+@click.option(
+    "--budgets",
+    default="0.1",
+    show_default=True,
+    metavar="BUDGETS",
+    help="Entries of the prompt that a step may attend, numbers or shares, with commas between.",
+)
+@click.option("--samples", default=10, show_default=True, help="Prompts per length and depth.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="DIR",
+    help="Results go here; a second call goes on where the first was stopped.",
+)
+@click.option(
+    "--haystack",
+    "text_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Text (UTF-8) to hide needles in.  [default: prose the embedded model has not read]",
+)
+@click.option(
+    "--model",
+    "folder",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Model folder in transformers' format.  [default: the embedded model]",
+)
+@click.option("--seed", default=0, show_default=True, help="Draws texts, keys and numbers.")
+@click.option("--batch", default=4, show_default=True, help="Prompts that run together.")
+@click.option("--max-new-tokens", default=12, show_default=True, help="Tokens per answer.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", *DTYPES]),
+    default="auto",
+    show_default=True,
+    help="Of the model; auto: float32 on a CPU, as stored on a GPU.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="auto: a CUDA GPU where there is one.",
+)
+@click.option("--threads", type=int, help="CPU threads.  [default: torch's choice]")
+def niah(
+    methods: tuple[str, ...],
+    contexts: str,
+    depths: int,
+    budgets: str,
+    samples: int,
+    out: Path,
+    text_file: Path | None,
+    folder: Path | None,
+    seed: int,
+    batch: int,
+    max_new_tokens: int,
+    dtype: str,
+    device: str,
+    threads: int | None,
+) -> None:
+    """Needle in a haystack: how often a number stated once in a long text is found again.
+
+    Leaves results.csv, results.json and a heat map per method and budget in DIR.
+
+    \b
+    Examples:
+      kv-bench niah --out results
+      kv-bench niah --contexts 512,2048 --budgets 0.05,0.1,0.2 --samples 20 --out results
+      kv-bench niah --methods full,sablock --budgets 256 --haystack novel.txt --out novel
+    """
+    variants = make_variants(parse_names(methods, known=tuple(METHODS)), budgets)
+    lengths = parse_contexts(contexts)
+    for option, value in (("--depths", depths), ("--samples", samples), ("--batch", batch)):
+        if value < 1:
+            raise ValueError(f"{option} must be at least 1, got {value}")
+    settle(seed, threads, max_new_tokens)
+    text = None if text_file is None else read_text(text_file, "haystack")
+    with Steps() as steps:
+        with steps.step("loading the model"):
+            loaded = load_model(folder, dtype=dtype, device=device)
+        check_positions(loaded.model, max(lengths), max_new_tokens)
+        results = Results(
+            out,
+            {
+                "benchmark": "niah",
+                "model": fingerprint(loaded.folder),
+                "haystack": "held-out topics" if text is None else digest(text.encode()),
+                "seed": seed,
+                "samples": samples,
+                "max_new_tokens": max_new_tokens,
+                "dtype": str(loaded.model.dtype),
+            },
+        )
+        places = [(length, depth) for length in lengths for depth in places_of(depths)]
+        with steps.step("needles", total=len(places) * samples) as step:
+            for length, depth in places:
+                todo = [v for v in variants if not results.has(v, length, depth)]
+                if not todo:
+                    step.advance(samples)
+                    continue
+                prompts = make_prompts(loaded, text, length, depth, samples, seed)
+                right = [0] * len(todo)
+                for start in range(0, samples, batch):
+                    part = prompts[start : start + batch]
+                    found = count_right(loaded, part, todo, max_new_tokens)
+                    right = [before + new for before, new in zip(right, found, strict=True)]
+                    step.advance(len(part))
+                results.add(
+                    Row(v.method, length, depth, v.budget, samples, count / samples)
+                    for v, count in zip(todo, right, strict=True)
+                )
+        with steps.step("drawing heat maps", total=len(variants)) as step:
+            for variant in variants:
+                draw_heat_map(results, variant)
+                step.advance()
+    print_summary(results, variants, lengths)
+
+
+def make_variants(names: Sequence[str], budgets: str) -> list[Variant]:
+    """Every method with every budget; full KV once.
+
+    Raises:
+        ValueError: no budget, or a wrong one.
+    """
+    named = [parse_budget(part.strip()) for part in budgets.split(",") if part.strip()]
+    granted = list({str(budget): budget for budget in named}.values())
+    if not granted:
+        raise ValueError(f"--budgets must name at least one budget, got {budgets!r}")
+    variants = [
+        Variant(name, budget) for name in names for budget in ([1.0] if name == "full" else granted)
+    ]
+    for variant in variants:
+        make_method(variant.method, variant.budget)
+    return variants
+
+
+def parse_contexts(text: str) -> list[int]:
+    """Prompt lengths, each once.
+
+    Raises:
+        ValueError: none, or something else than positive integers.
+    """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f"--contexts must be positive integers with commas between, got {text!r}")
+    return list(dict.fromkeys(int(part) for part in parts))
+
+
+def places_of(count: int) -> list[float]:
+    """`count` depths evenly from 0 to 1; a single one in the middle."""
+    return [0.5] if count == 1 else [round(at / (count - 1), 4) for at in range(count)]
+
+
+def make_prompts(
+    loaded: Loaded, text: str | None, length: int, depth: float, samples: int, seed: int
+) -> list[haystack.Prompt]:
+    """The prompts of one cell, the same for all methods and in every run."""
+    keys = haystack.read_keys(loaded.folder)
+    return [
+        haystack.needle_prompt(
+            loaded.tokenizer,
+            context=length,
+            depth=depth,
+            seed=f"{seed}:{length}:{depth}:{sample}",
+            keys=keys,
+            text=text,
+            source="the haystack",
+        )
+        for sample in range(samples)
+    ]
+
+
+def count_right(
+    loaded: Loaded,
+    prompts: Sequence[haystack.Prompt],
+    variants: Sequence[Variant],
+    max_new_tokens: int,
+) -> list[int]:
+    """How many of `prompts` each variant answers right."""
+    methods = [make_method(variant.method, variant.budget) for variant in variants]
+    texts = answers(
+        loaded.model,
+        loaded.tokenizer,
+        [prompt.ids for prompt in prompts],
+        [method for method in methods if method is not None],
+        max_new_tokens=max_new_tokens,
+    )
+    return [
+        sum(
+            is_correct(text, prompt.expected or "")
+            for text, prompt in zip(of_method, prompts, strict=True)
+        )
+        for of_method in texts
+    ]
+
+
+def draw_heat_map(results: Results, variant: Variant) -> None:
+    """`niah-METHOD-BUDGET.png` from all rows of `variant`."""
+    from kv_bench.heatmap import draw  # matplotlib takes a second to import
+
+    title = variant.method if variant.method == "full" else f"{variant.method}, {variant.budget}"
+    with whole_file(results.folder / f"niah-{variant.label}.png") as temporary:
+        draw(results.of(variant), title, temporary)
+
+
+def print_summary(results: Results, variants: Sequence[Variant], lengths: Sequence[int]) -> None:
+    """Accuracy by context, mean over depths, to stdout."""
+    table = Table(box=box.SIMPLE_HEAD, caption=f"right answers, mean over depths; {results.folder}")
+    table.add_column("method")
+    table.add_column("budget", justify="right")
+    for length in lengths:
+        table.add_column(f"{length:,}", justify="right")
+    for variant in variants:
+        cells = []
+        for length in lengths:
+            found = [row.accuracy for row in results.of(variant) if row.context == length]
+            cells.append(f"{sum(found) / len(found):.1%}")
+        table.add_row(variant.method, str(variant.budget), *cells)
+    Console().print(table)
+
+
+def fingerprint(folder: Path) -> str:
+    """A hash that tells model folders apart: names, sizes and beginnings of their files."""
+    total = hashlib.sha256()
+    for file in sorted(path for path in folder.iterdir() if path.is_file()):
+        with file.open("rb") as stream:
+            beginning = stream.read(FINGERPRINT_BYTES)
+        total.update(f"{file.name} {file.stat().st_size} {digest(beginning)}\n".encode())
+    return total.hexdigest()[:16]
+
+
+def digest(data: bytes) -> str:
+    """The first characters of a SHA-256."""
+    return hashlib.sha256(data).hexdigest()[:16]

@@ -1,0 +1,94 @@
+"""Several methods behind one prefill: the prompt passes the model once, each method answers it.
+
+`Shared` is a method whose state of a layer holds one state per method. `choose` says which of them
+the next tokens belong to; `crop`, which forgets these tokens, lets that state go, since a method
+need not be able to crop its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from kv_integration import LayerState, Method, Plan, Row
+from kv_integration.method import Context
+
+
+class Shared(Method):
+    """The methods `methods`, all made from the same prompt, one of them active at a time."""
+
+    def __init__(self, methods: Sequence[Method]) -> None:
+        if not methods:
+            raise ValueError("methods must hold at least one method")
+        self.methods = list(methods)
+        self.active = 0
+
+    @property
+    def observe(self) -> int:  # type: ignore[override]
+        return max(method.observe for method in self.methods)
+
+    def choose(self, index: int) -> None:
+        """The next tokens go to method `index`."""
+        self.active = index
+
+    def begin(self, ids: Sequence[Tensor], context: Context) -> Plan:
+        return SharedPlan(self, [method.begin(ids, context) for method in self.methods])
+
+    def compress(self, rows: Sequence[Row], plan: Plan) -> LayerState:
+        if not isinstance(plan, SharedPlan):
+            raise TypeError(f"plan must come from begin, got {plan!r}")
+        states: list[LayerState | None] = []
+        for method, part in zip(self.methods, plan.parts, strict=True):
+            last = max(method.observe, 1)
+            own = [replace(row, queries=row.queries[:, :, -last:]) for row in rows]
+            states.append(method.compress(own, part))
+        return SharedState(self, states)
+
+
+class SharedPlan(Plan):
+    """One plan per method."""
+
+    def __init__(self, owner: Shared, parts: Sequence[Plan]) -> None:
+        super().__init__()
+        self.owner, self.parts = owner, parts
+
+    def advance(self, ids: Tensor, valid: Tensor | None) -> None:
+        self.parts[self.owner.active].advance(ids, valid)
+
+    def select_rows(self, rows: Tensor) -> None:
+        for part in self.parts:
+            part.select_rows(rows)
+
+
+class SharedState(LayerState):
+    """One state per method; None once its tokens were cropped."""
+
+    def __init__(self, owner: Shared, states: list[LayerState | None]) -> None:
+        self.owner, self.states = owner, states
+
+    def _active(self) -> LayerState:
+        state = self.states[self.owner.active]
+        if state is None:
+            raise ValueError(f"method {self.owner.active} has answered already")
+        return state
+
+    def step(
+        self, queries: Tensor, keys: Tensor, values: Tensor, *, valid: Tensor | None, scale: float
+    ) -> Tensor:
+        return self._active().step(queries, keys, values, valid=valid, scale=scale)
+
+    def entries(self) -> Tensor:
+        return self._active().entries()
+
+    def nbytes(self) -> dict[str, int]:
+        return self._active().nbytes()
+
+    def crop(self, tokens: int) -> None:
+        self.states[self.owner.active] = None
+
+    def select_rows(self, rows: Tensor) -> None:
+        for state in self.states:
+            if state is not None:
+                state.select_rows(rows)
