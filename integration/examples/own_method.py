@@ -18,8 +18,9 @@ from kv_integration.embedded import model_path
 from kv_integration.haystack import needle_prompt, read_keys
 from kv_integration.method import Context, segment_prompt
 from kv_integration.methods.sablock import cut_offsets
+from kv_integration.observation import observed_scores
 from kv_policies import top_segments
-from kv_score import segment_statistics, window_attention
+from kv_score import segment_statistics
 from kv_segment import by_punctuation
 
 
@@ -36,9 +37,7 @@ class ParagraphKV(Eviction):
     def keep(self, row: Row, plan: Plan) -> Tensor:
         budget = budget_entries(self.budget, row.tokens)
         window, selected = split_window(budget, row.queries.shape[2])
-        scores = window_attention(
-            row.queries[:, :, -window:], row.keys, scale=row.scale, reduce="layer"
-        )
+        scores = observed_scores(row, window, pooling="max", kernel=7)
         offsets = cut_offsets(plan.offsets[row.index], row.tokens - window)
         mean, _ = segment_statistics(scores, offsets)
         chosen = top_segments(mean, scores, offsets, selected)

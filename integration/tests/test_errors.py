@@ -138,6 +138,8 @@ def test_sentencekv_does_not_pretend_to_crop(tokenizer):
         ({"window": 0}, "window must be at least 1, got 0"),
         ({"keep": 0.5}, "keep must be at least 1, got 0.5"),
         ({"retrieve": "token"}, "retrieve must be 'step' or 'sentence', got 'token'"),
+        ({"pooling": "sum"}, "pooling must be 'none', 'avg' or 'max', got 'sum'"),
+        ({"kernel": 4}, "kernel must be odd and at least 1, got 4"),
         ({"tier": "cloud"}, "tier must be 'host' or 'disk', got 'cloud'"),
     ],
     ids=str,

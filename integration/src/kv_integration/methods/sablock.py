@@ -14,8 +14,9 @@ from torch import Tensor
 
 from kv_integration.budget import budget_entries, check_budget, split_window
 from kv_integration.method import Context, Eviction, Plan, Row, segment_prompt
+from kv_integration.observation import Pooling, check_observation, observed_scores
 from kv_policies import adaptive_blocks
-from kv_score import segment_guided, window_attention
+from kv_score import segment_guided
 from kv_segment import DELIMITERS_CLAUSE, by_punctuation
 
 
@@ -31,6 +32,8 @@ class SABlock(Eviction):
         lam: how strongly the segment's weight moves its tokens' scores (Eq. 8); 0 for not at all.
         max_block: largest block size tried (B_max).
         delta: share of the token-level score that the blocks of a segment must keep (Eq. 12).
+        pooling, kernel: how the window's scores are pooled (`observed_scores`). The paper names
+            SnapKV's window score and no pooling; "none" takes it to the letter.
 
     The paper's text does not show the values it found best for beta, lambda and B_max; these
     are the middle of the ranges in which it reports no difference (Section IV-E).
@@ -42,11 +45,12 @@ class SABlock(Eviction):
     lam: float = 0.5
     max_block: int = 9
     delta: float = 0.9
+    pooling: Pooling = "max"
+    kernel: int = 7
 
     def __post_init__(self) -> None:
         check_budget(self.budget)
-        if self.window < 1:
-            raise ValueError(f"window must be at least 1, got {self.window}")
+        check_observation(self.window, self.pooling, self.kernel)
 
     @property
     def observe(self) -> int:  # type: ignore[override]
@@ -63,9 +67,7 @@ class SABlock(Eviction):
             return latest
         window, selected = split_window(budget, self.window)
         earlier = row.tokens - window
-        scores = window_attention(
-            row.queries[:, :, -window:], row.keys, scale=row.scale, reduce="layer"
-        )
+        scores = observed_scores(row, window, pooling=self.pooling, kernel=self.kernel)
         offsets = cut_offsets(plan.offsets[row.index], earlier)
         guided = segment_guided(scores, offsets, beta=self.beta, lam=self.lam)
         blocks = adaptive_blocks(

@@ -18,9 +18,10 @@ from kv_attn_triton import attention, merge_states
 from kv_integration.budget import budget_entries, check_budget, split_window
 from kv_integration.buffer import KVBuffer
 from kv_integration.method import Context, LayerState, Method, Plan, Row, segment_prompt, take
+from kv_integration.observation import Pooling, check_observation, observed_scores
 from kv_offload import HitCache, TieredStore, storage_bytes
 from kv_policies import top_segments, top_tokens
-from kv_score import segment_mean, segment_scores, window_attention
+from kv_score import segment_mean, segment_scores
 from kv_segment import DELIMITERS_SENTENCE, by_punctuation
 
 
@@ -37,6 +38,8 @@ class SentenceKV(Method):
         retrieve: `step` looks for sentences at every token (Figure 2), `sentence` when a sentence
             of the answer has ended and at its first token (Algorithm 1).
         tier: where the stored tokens lie, `host` or `disk`.
+        pooling, kernel: how the window's scores are pooled (`observed_scores`). The paper names
+            SnapKV's observation window and no pooling; "none" takes it to the letter.
     """
 
     budget: int | float = 1024
@@ -44,11 +47,12 @@ class SentenceKV(Method):
     keep: float = 2.0
     retrieve: Literal["step", "sentence"] = "step"
     tier: Literal["host", "disk"] = "host"
+    pooling: Pooling = "max"
+    kernel: int = 7
 
     def __post_init__(self) -> None:
         check_budget(self.budget)
-        if self.window < 1:
-            raise ValueError(f"window must be at least 1, got {self.window}")
+        check_observation(self.window, self.pooling, self.kernel)
         if not self.keep >= 1:
             raise ValueError(f"keep must be at least 1, got {self.keep}")
         if self.retrieve not in ("step", "sentence"):
@@ -75,9 +79,7 @@ class SentenceKV(Method):
         budget = budget_entries(self.budget, row.tokens)
         window, retrieved = split_window(budget, self.window)
         earlier = row.tokens - window
-        alpha = window_attention(
-            row.queries[:, :, -window:], row.keys, scale=row.scale, reduce="layer"
-        )
+        alpha = observed_scores(row, window, pooling=self.pooling, kernel=self.kernel)
         stored = top_tokens(alpha, min(math.ceil(self.keep * retrieved), earlier))
         keys, values = take(row.keys, stored), take(row.values, stored)
         kept_offsets = offsets_of_kept(stored[0, 0], offsets)
