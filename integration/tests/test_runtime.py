@@ -173,6 +173,19 @@ def test_beam_search_equals_full_kv_when_lossless(tokenizer, method, options):
     assert torch.equal(ours, expected)
 
 
+@pytest.mark.parametrize("method", METHODS, **ids)
+def test_sampling_with_a_seed_equals_full_kv_when_lossless(tokenizer, method):
+    model = build("llama")
+    inputs = prompt(40, 22)
+    run = {"max_new_tokens": 6, "do_sample": True, "num_return_sequences": 2}
+    torch.manual_seed(3)
+    expected = model.generate(**inputs, **run)
+    with attach(model, tokenizer) as kv:
+        torch.manual_seed(3)
+        ours = model.generate(**inputs, past_key_values=kv.cache(method), **run)
+    assert torch.equal(ours, expected)
+
+
 @pytest.mark.parametrize("method", [FullKV(), SABlock(budget=12, window=4)], **ids)
 def test_crop_takes_back_what_came_after_the_prompt(tokenizer, method):
     model = build("llama")
