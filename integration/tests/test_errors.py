@@ -113,9 +113,24 @@ def test_an_empty_row_is_refused(tokenizer):
         kv.model(**inputs, past_key_values=kv.cache(FullKV()))
 
 
-def test_more_tokens_than_the_prompt_was_said_to_have(tokenizer):
-    with attach(build("llama"), tokenizer) as kv, pytest.raises(ValueError, match="prompt_length"):
-        kv.model(**prompt(20), past_key_values=kv.cache(FullKV(), prompt_length=15))
+def test_more_tokens_than_the_prompt_was_said_to_have_lose_nothing(tokenizer):
+    ids = prompt(20)["input_ids"]
+    with attach(build("llama"), tokenizer) as kv, torch.no_grad():
+        cache = kv.cache(FullKV(), prompt_length=15)
+        kv.model(ids[:, :10], past_key_values=cache)
+        with pytest.raises(ValueError, match="prompt_length is 15, but 20 tokens"):
+            kv.model(ids[:, 10:], past_key_values=cache)
+        kv.model(ids[:, 10:15], past_key_values=cache)
+        assert cache.get_seq_length() == 15
+
+
+def test_a_mask_of_its_own_is_refused(tokenizer):
+    inputs = {"input_ids": prompt(4)["input_ids"], "attention_mask": torch.ones(1, 1, 4, 4).bool()}
+    with (
+        attach(build("llama"), tokenizer) as kv,
+        pytest.raises(ValueError, match=r"\[1, 1, 4, 4\]"),
+    ):
+        kv.model(**inputs, past_key_values=kv.cache(FullKV()))
 
 
 def test_embeddings_instead_of_ids_are_refused(tokenizer):

@@ -72,8 +72,8 @@ class KVCache(Cache):
         """Tokens [B, Q] are about to pass the model; `mask` [B, seen + Q], 0 for padding.
 
         Raises:
-            ValueError: an earlier forward ended in the middle, so layers hold unequal lengths; or
-                more tokens came than the prompt was said to have.
+            ValueError: an earlier forward ended in the middle, so layers hold unequal lengths; more
+                tokens came than the prompt was said to have; or `mask` is not of two dimensions.
         """
         lengths = {layer.seen for layer in self.compressed}
         if lengths and lengths != {self.tokens}:
@@ -81,9 +81,18 @@ class KVCache(Cache):
                 f"a forward pass on this cache was interrupted: of {self.tokens} tokens its layers "
                 f"hold {sorted(lengths)}; reset() it and start over"
             )
+        if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+            shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+            raise ValueError(f"attention_mask must be [B, T] with 0 for padding, got {shape}")
         new = ids.shape[1]
+        wanted = self.prompt_length or self.prompt_tokens + new
+        if not self.prompt_complete and self.prompt_tokens + new > wanted:
+            raise ValueError(
+                f"prompt_length is {wanted}, but {self.prompt_tokens + new} tokens came before it "
+                "was met"
+            )
         self.tokens += new
-        valid = None if mask is None or mask.dim() != 2 else mask[:, -new:].bool()
+        valid = None if mask is None else mask[:, -new:].bool()
         self.valid = None if valid is None or bool(valid.all()) else valid
         if self.prompt_complete:
             self._align()
@@ -91,11 +100,6 @@ class KVCache(Cache):
             return
         self._prompt.append((ids, self.valid))
         self.prompt_tokens += new
-        wanted = self.prompt_length or self.prompt_tokens
-        if self.prompt_tokens > wanted:
-            raise ValueError(
-                f"prompt_length is {wanted}, but {self.prompt_tokens} tokens came before it was met"
-            )
         if self.prompt_tokens == wanted:
             self._begin()
 
