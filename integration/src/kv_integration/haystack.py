@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 NEEDLE = "The magic number for {key} is {number}."
 QUESTION = "What is the magic number for {key}?"
 HELD_OUT_PAIRS = 0.1  # share of all key-number pairs that no training sequence holds
+LONGEST_WORD = 20  # characters
 SLACK = 2  # tokens that a cut prompt may stay below its length without another try
 COMMON_WORDS = (
     *("apple", "bridge", "candle", "desert", "engine", "forest", "garden", "harbor", "island"),
@@ -192,9 +193,13 @@ def needle_prompt(
 
 
 def cut_at_word(text: str, chars: int) -> str:
-    """At most `chars` characters of `text`, over and over if need be, up to the end of a word."""
+    """At most `chars` characters of `text`, over and over if need be, up to the end of a word.
+
+    Longer runs without a space, such as underlines, are cut where they are.
+    """
     part = (text * (chars // len(text) + 1))[: chars + 1]
-    return part[: max(part.rfind(" "), part.rfind("\n"), 0)]
+    end = max(part.rfind(" "), part.rfind("\n"), 0)
+    return part[:chars] if chars - end > LONGEST_WORD else part[:end]
 
 
 def fit(build: Callable[[int], list[int]], context: int) -> list[int]:
