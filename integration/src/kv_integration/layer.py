@@ -70,7 +70,7 @@ class CompressedLayer(CacheLayerMixin):
         row's own tokens, as the model would compute it without this cache.
         """
         batch, _, new, _ = keys.shape
-        self.batch_size = batch
+        self.batch_size, self.device = batch, keys.device
         self.token_bytes = sum(x.shape[1] * x.shape[3] * x.element_size() for x in (keys, values))
         self.seen += new
         if self.state is not None:
@@ -190,5 +190,5 @@ class CompressedLayer(CacheLayerMixin):
             return
         if self.state is None:
             raise ValueError("rows cannot be selected before the prompt is complete")
-        self.state.select_rows(indices.to(torch.int64))
+        self.state.select_rows(indices.to(self.device, torch.int64))
         self.batch_size = len(indices)

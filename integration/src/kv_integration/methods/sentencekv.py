@@ -146,7 +146,7 @@ class SentencePlan(Plan):
         self.closed = ends[:, -1]
 
     def select_rows(self, rows: Tensor) -> None:
-        self.closed = self.closed.index_select(0, rows)
+        self.closed = self.closed.index_select(0, rows.to(self.closed.device))
 
     @property
     def nbytes(self) -> int:
