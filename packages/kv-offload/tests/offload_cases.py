@@ -38,22 +38,46 @@ def random_rows(shape, dtype, seed) -> torch.Tensor:
     return raw.to(torch.uint8).view(dtype).view(shape)
 
 
+def random_indices(lengths, heads, count, ordered, seed) -> torch.Tensor:
+    """int64 [B, heads, count] in [-1, lengths[b]): any order with repeats, or as selections are."""
+    generator = torch.Generator().manual_seed(seed)
+    indices = torch.full((len(lengths), heads, count), -1)
+    for b, length in enumerate(lengths):
+        if not ordered:
+            indices[b] = torch.randint(-1, length, (heads, count), generator=generator)
+            continue
+        for h in range(heads):
+            valid = int(torch.randint(0, min(count, length) + 1, (), generator=generator))
+            chosen = torch.randperm(length, generator=generator)[:valid].sort().values
+            indices[b, h, :valid] = chosen
+    return indices
+
+
 @st.composite
 def index_tensors(draw, batch, heads, length, *, most=8, ordered=None):
-    """int64 [batch, heads, K] in [-1, length): any order with repeats, or as selections are."""
-    seed = draw(seeds)
-    generator = torch.Generator().manual_seed(seed)
+    """int64 [batch, heads, K] in [-1, length)."""
+    ordered = ordered if ordered is not None else draw(st.booleans())
     count = draw(st.integers(0, most))
-    if ordered if ordered is not None else draw(st.booleans()):
-        indices = torch.full((batch, heads, count), -1)
-        for b in range(batch):
-            for h in range(heads):
-                valid = min(count, length)
-                valid = int(torch.randint(0, valid + 1, (), generator=generator))
-                chosen = torch.randperm(length, generator=generator)[:valid].sort().values
-                indices[b, h, :valid] = chosen
-        return indices
-    return torch.randint(-1, length, (batch, heads, count), generator=generator)
+    return random_indices([length] * batch, heads, count, ordered, draw(seeds))
+
+
+@st.composite
+def ragged_indices(draw, rows, *, most=8):
+    """int64 [B, H, K] for `rows`, a list of [H, N_b, D]: each batch row in its own range."""
+    lengths = [row.shape[1] for row in rows]
+    count, ordered = draw(st.integers(0, most)), draw(st.booleans())
+    return random_indices(lengths, rows[0].shape[0], count, ordered, draw(seeds))
+
+
+@st.composite
+def ragged_rows(draw, *, most=9):
+    """A list of [H, N_b, D] of unequal length, empty ones among them."""
+    heads, width = draw(st.integers(0, 3)), draw(st.sampled_from([0, 1, 3, 8]))
+    lengths = draw(st.lists(st.integers(0, most), min_size=1, max_size=4))
+    dtype, seed = draw(dtypes), draw(seeds)
+    return [
+        random_rows((heads, length, width), dtype, seed + b) for b, length in enumerate(lengths)
+    ]
 
 
 @st.composite
@@ -74,14 +98,15 @@ def batch_orders(draw, batch, sizes):
 
 
 def indexed(rows, indices, start=None) -> torch.Tensor:
-    """out[b, h, k] = rows[b, h, indices[b, h, k]], one by one; where -1, `start` or zero."""
-    shape = (*indices.shape, rows.shape[3])
-    out = torch.zeros(shape, dtype=rows.dtype) if start is None else start.clone()
+    """out[b, h, k] = rows[b][h, indices[b, h, k]], one by one; where -1, `start` or zero."""
+    shape = (*indices.shape, rows[0].shape[-1] if len(rows) else rows.shape[3])
+    dtype = rows[0].dtype if len(rows) else rows.dtype
+    out = torch.zeros(shape, dtype=dtype) if start is None else start.clone()
     for b in range(indices.shape[0]):
         for h in range(indices.shape[1]):
             for k, index in enumerate(indices[b, h].tolist()):
                 if index >= 0:
-                    out[b, h, k] = rows[b, h, index]
+                    out[b, h, k] = rows[b][h, index]
     return out
 
 

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
+import random
 import resource
 import signal
+import stat
 import struct
 import sys
+import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,13 +21,14 @@ from hypothesis import strategies as st
 from offload_cases import dtypes, index_tensors, indexed, random_rows, same_bits, seeds, shapes
 from safetensors import safe_open
 
-import kv_offload.cache_file
+import kv_offload.save_file
 from kv_offload import (
     AlteredFileError,
     CacheFileError,
     FingerprintError,
     ForeignFileError,
     NewerFormatError,
+    TieredStore,
     TruncatedFileError,
     load_cache,
     save_cache,
@@ -76,6 +82,26 @@ def test_what_is_loaded_is_what_was_saved(tmp_path, tensors, method, fingerprint
     assert os.listdir(tmp_path) == ["cache"]
 
 
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2],
+)
+def test_every_bit_pattern_comes_back_from_disk(tmp_path, dtype):
+    """All of the 8 and 16 bit dtypes; of fp32 every sign and exponent with some mantissas."""
+    word = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[dtype.itemsize]
+    patterns = torch.arange(1 << min(8 * dtype.itemsize, 16))
+    patterns = patterns * 65537 if dtype.itemsize == 4 else patterns
+    rows = patterns.to(word).view(dtype).view(1, 1, -1, 8)
+    every = torch.arange(rows.shape[2]).view(1, 1, -1)
+    save(tmp_path / "cache", {"rows": rows})
+    with load_cache(tmp_path / "cache").store("rows") as store:
+        assert same_bits(store.gather(every), rows)
+        store.append(rows)
+        assert same_bits(store.gather(every + rows.shape[2]), rows)
+    with TieredStore(rows, tier="disk", path=tmp_path / "rows") as store:
+        assert same_bits(store.gather(every), rows)
+
+
 @given(tensor_dicts())
 def test_other_programs_read_it_as_safetensors(tmp_path, tensors):
     save(tmp_path / "cache", tensors)
@@ -100,7 +126,7 @@ def test_a_store_over_a_cache_file_gathers_and_grows_and_leaves_the_file_alone(
         n = data.draw(st.integers(0, shape[2]))
         store.truncate(n)
         store.append(rows)
-        assert scratch.exists() == (n + shape[2] > 0)
+        assert scratch.exists() == (shape[0] * shape[2] > 0)
         whole = torch.cat([rows[:, :, :n], rows], 2)
         indices = data.draw(index_tensors(*whole.shape[:3]))
         assert same_bits(store.gather(indices), indexed(whole, indices))
@@ -124,6 +150,60 @@ def test_any_header_is_refused_by_name(tmp_path, header):
     (tmp_path / "cache").write_bytes(struct.pack("<Q", len(text)) + text)
     with pytest.raises(CacheFileError, match="cache"):
         load_cache(tmp_path / "cache")
+
+
+def write_with_checksum(path, header, data=b""):
+    """What `save_cache` would write, whatever the header says."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    raw = struct.pack("<Q", len(text)) + text
+    digest = hashlib.sha256(raw + data).hexdigest().encode()
+    path.write_bytes(raw.replace(b"0" * 64, digest, 1) + data)
+
+
+METADATA = {
+    "format": "kv-offload-cache",
+    "format_version": "1",
+    "method": "m",
+    "fingerprint": "f",
+    "extra": "{}",
+    "checksum": "sha256:" + "0" * 64,
+}
+sizes = st.integers(-1, 5) | st.sampled_from([True, 2.0, "2", None, 1 << 40, 1 << 62, 1 << 70])
+entries = st.fixed_dictionaries(
+    {},
+    optional={
+        "dtype": st.sampled_from(["F32", "U8", "F8_E5M2", "C64", "nothing", None, []]),
+        "shape": st.lists(sizes, max_size=3) | sizes,
+        "data_offsets": st.lists(sizes, min_size=1, max_size=3) | st.just([0, 4]) | sizes,
+    },
+)
+fields = st.dictionaries(
+    st.sampled_from(["method", "fingerprint", "extra", "format_version"]),
+    st.sampled_from([1, None, "{}", "[]", "{", "1", "9" * 5000, "-1", "0", "x", ["1"]]),
+    max_size=2,
+)
+
+
+@given(st.dictionaries(st.sampled_from("ab"), entries | json_values, max_size=2), fields)
+def test_nonsense_with_the_right_checksum_is_refused_by_name(tmp_path, tensors, changes):
+    file = tmp_path / "cache"
+    write_with_checksum(file, {**tensors, "__metadata__": {**METADATA, **changes}}, b"12345678")
+    with pytest.raises(CacheFileError, match="cache"):
+        load_cache(file)
+
+
+def test_a_header_with_the_right_checksum_that_says_what_follows_is_read(path):
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    write_with_checksum(path, {"a": entry, "__metadata__": METADATA}, b"12345678")
+    assert load_cache(path).tensors["a"].numpy().tobytes() == b"12345678"
+    for change, error, text in [
+        ({"shape": [3]}, AlteredFileError, "has a header that cannot be read"),
+        ({"shape": [0, 1 << 62, 1 << 62]}, AlteredFileError, "has a header that cannot be read"),
+        ({"dtype": "C64", "shape": [1]}, CacheFileError, "holds the dtype C64, unknown here"),
+    ]:
+        write_with_checksum(path, {"a": entry | change, "__metadata__": METADATA}, b"12345678")
+        with pytest.raises(error, match=text):
+            load_cache(path)
 
 
 def test_every_changed_byte_is_refused(path, plain):
@@ -178,7 +258,7 @@ def test_other_files_are_called_foreign(path):
 
 
 def test_a_newer_format_version_says_so(path, monkeypatch):
-    monkeypatch.setattr(kv_offload.cache_file, "FORMAT_VERSION", 7)
+    monkeypatch.setattr(kv_offload.save_file, "FORMAT_VERSION", 7)
     save(path)
     with pytest.raises(NewerFormatError, match="format version 7, this kv-offload reads up to 1"):
         load_cache(path)
@@ -245,24 +325,63 @@ def test_a_failed_save_keeps_the_old_file_and_leaves_nothing_else(path, monkeypa
     assert os.listdir(path.parent) == [path.name]
 
 
-def test_a_full_disk_is_an_error_that_keeps_the_old_file(path):
-    # A limit on the size of files fails in the middle of a write, as a full disk does.
+def test_a_folder_that_cannot_be_flushed_says_that_the_file_is_saved(path, monkeypatch):
     save(path)
-    content = path.read_bytes()
+    fsync = os.fsync
+
+    def of_files(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(failure, "of a folder")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", of_files)
+    failure = errno.EIO
+    with pytest.raises(OSError, match="cache saved, but its name may not survive a power cut"):
+        save(path, NEW)
+    assert same_tensors(load_cache(path).tensors, NEW)
+    failure = errno.EINVAL  # a file system without it
+    save(path)
+    assert same_tensors(load_cache(path).tensors, OLD)
+
+
+@contextmanager
+def files_of_at_most(size):
+    """A limit on the size of files fails in the middle of a write, as a full disk does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
-        with pytest.raises(OSError, match="cache not saved"):
-            save(path, {"big": torch.zeros(3 << 20, dtype=torch.uint8)})
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_full_at_any_byte_is_an_error_that_keeps_the_old_file(path):
+    save(path, NEW)
+    needed = path.stat().st_size
+    save(path)
+    content = path.read_bytes()
+    for size in range(needed):
+        with files_of_at_most(size), pytest.raises(OSError, match="cache not saved"):
+            save(path, NEW)
+        assert path.read_bytes() == content
+        assert os.listdir(path.parent) == [path.name]
+    with files_of_at_most(needed):
+        save(path, NEW)
+    assert same_tensors(load_cache(path).tensors, NEW)
+
+
+def test_a_full_disk_is_an_error_that_keeps_the_old_file(path):
+    save(path)
+    content = path.read_bytes()
+    with files_of_at_most(1 << 20), pytest.raises(OSError, match="cache not saved"):
+        save(path, {"big": torch.zeros(3 << 20, dtype=torch.uint8)})
     assert path.read_bytes() == content
     assert os.listdir(path.parent) == [path.name]
 
 
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 def test_a_save_killed_at_any_line_leaves_the_old_file_or_the_new_one(path):
-    source = kv_offload.cache_file.__file__
+    source = kv_offload.save_file.__file__
 
     def killed_at(line: int) -> bool:
         """Save in a child that dies before its `line`th line; False if it came to the end."""
@@ -305,3 +424,28 @@ def test_a_save_killed_at_any_line_leaves_the_old_file_or_the_new_one(path):
         line += 1
     assert outcomes == sorted(outcomes) and outcomes[-1] and not outcomes[0]
     assert len(outcomes) > 30
+
+
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_saves_killed_at_any_time_leave_the_old_file_or_the_new_one(path):
+    """Unlike the test before it, this one also kills inside of a write, a flush, a rename."""
+    tensors = [{"a": torch.full((1 << 18,), number)} for number in range(2)]
+    save(path, tensors[0])
+    seen = set()
+    for round_ in range(40):
+        child = os.fork()
+        if not child:
+            try:
+                for step in range(1 << 20):
+                    save(path, tensors[step % 2])
+            finally:
+                os._exit(1)
+        time.sleep(random.Random(round_).uniform(0, 0.02))
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        found = load_cache(path).tensors
+        seen.add(next(number for number in range(2) if same_tensors(found, tensors[number])))
+        save(path, tensors[round_ % 2])
+        assert same_tensors(load_cache(path).tensors, tensors[round_ % 2])
+    assert seen == {0, 1}

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
+import shutil
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +30,14 @@ def store(plain):
         (TypeError, [torch.ones(1, 1, 1, 1).cfloat()], {}, "tensor has dtype torch.complex64"),
         (TypeError, [torch.ones(1, 1, 1, 1).to_sparse()], {}, "tensor has layout torch.sparse"),
         (ValueError, [torch.ones(1, 1, 1, 1)], {"tier": "gpu"}, "tier is 'gpu', wanted one of"),
+        (ValueError, [torch.ones(1, 1, 1, 1)], {"device": "gpu"}, "device is 'gpu', wanted one th"),
+        (
+            ValueError,
+            [torch.ones(1, 1, 1, 1)],
+            {"device": "cuda:99"},
+            "device is 'cuda:99', wanted",
+        ),
+        (ValueError, [torch.ones(1, 1, 1, 1)], {"device": 1.5}, "device is 1.5, wanted one that"),
     ],
 )
 def test_a_store_refuses(plain, kind, arguments, options, text):
@@ -64,7 +77,7 @@ def test_a_wrong_out_is_refused(store, kind, out, text):
     with pytest.raises(kind, match=text):
         store.gather(IDS, out=out)
     with pytest.raises(kind, match=text):
-        store.gather_async(IDS, out)
+        store.gather_async(IDS, out=out)
 
 
 def test_an_index_out_of_range_leaves_out_alone(store):
@@ -142,6 +155,7 @@ def test_a_wrong_tier_is_refused(store):
         lambda store: store.tier,
         lambda store: store.device,
         lambda store: store.nbytes,
+        lambda store: store.lengths,
         lambda store: store.__enter__(),
     ],
 )
@@ -229,6 +243,125 @@ def test_a_path_that_cannot_be_written_is_an_error(plain, tmp_path):
     with pytest.raises(IsADirectoryError, match="cache not saved"):
         plain.save_cache(tmp_path, {}, method="m", fingerprint="f")
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_folder_without_permission_is_an_error(plain):
+    folder = Path(tempfile.mkdtemp())
+    try:
+        plain.save_cache(folder / "c", {"a": torch.ones(2)}, method="m", fingerprint="f")
+        content = (folder / "c").read_bytes()
+        folder.chmod(0o555)
+        with as_nobody():
+            with pytest.raises(
+                PermissionError, match=r"cache not saved, what was at path is as it"
+            ):
+                plain.save_cache(folder / "c", {}, method="m", fingerprint="f")
+            with pytest.raises(PermissionError, match="rows"):
+                plain.TieredStore(torch.ones(1, 1, 1, 1), tier="disk", path=folder / "rows")
+            store = plain.TieredStore(torch.ones(1, 1, 1, 1), tier="host", path=folder / "rows")
+            with pytest.raises(PermissionError, match="rows"):
+                store.to_tier("disk")
+            assert store.tier == "host" and store.shape == (1, 1, 1, 1)
+        assert (folder / "c").read_bytes() == content
+        assert os.listdir(folder) == ["c"]
+        (folder / "c").chmod(0)
+        with as_nobody(), pytest.raises(PermissionError, match="c"):
+            plain.load_cache(folder / "c")
+    finally:
+        folder.chmod(0o755)
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def as_nobody():
+    """Permissions do not stop root, so root becomes somebody else for a while."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+def test_a_file_that_took_the_stores_name_is_not_touched(plain, tmp_path):
+    path = tmp_path / "rows"
+    store = plain.TieredStore(torch.ones(1, 1, 2, 1), tier="disk", path=path)
+    plain.save_cache(path, {"a": torch.ones(2)}, method="m", fingerprint="f")
+    content = path.read_bytes()
+    with pytest.raises(FileExistsError, match=r"path is in use.*rows"):
+        store.append(torch.ones(1, 1, 1, 1))
+    assert store.shape == (1, 1, 2, 1)
+    assert store.gather(torch.tensor([[[0, 1]]])).sum() == 2
+    assert os.listdir(tmp_path) == ["rows"]
+    store.close()
+    assert path.read_bytes() == content
+
+
+def test_a_scratch_file_that_was_removed_is_made_anew(plain, tmp_path):
+    path = tmp_path / "rows"
+    store = plain.TieredStore(torch.ones(1, 1, 2, 1), tier="disk", path=path)
+    path.unlink()
+    store.append(torch.ones(1, 1, 1, 1))
+    assert store.gather(torch.tensor([[[0, 1, 2]]])).sum() == 3
+    path.unlink()
+    store.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_store_over_a_cache_file_does_not_write_into_that_file(plain, tmp_path):
+    path = tmp_path / "c"
+    plain.save_cache(path, {"a": torch.ones(1, 1, 2, 1)}, method="m", fingerprint="f")
+    content = path.read_bytes()
+    with plain.load_cache(path).store("a", path=path) as store:
+        with pytest.raises(FileExistsError, match="path is in use"):
+            store.append(torch.ones(1, 1, 1, 1))
+        assert store.shape == (1, 1, 2, 1)
+    assert path.read_bytes() == content
+
+
+def test_a_file_larger_than_the_disk_takes_leaves_nothing(plain, tmp_path):
+    # As test_a_full_disk_leaves_the_store_as_it_was, with an error of the system's own.
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    store = plain.TieredStore(torch.ones(1, 1, 1 << 18, 1), tier="host", path=tmp_path / "rows")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, hard))
+    try:
+        with pytest.raises(OSError, match=r"no 1048576 bytes for the rows: .*rows"):
+            store.to_tier("disk")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert store.tier == "host" and os.listdir(tmp_path) == []
+    store.to_tier("disk")
+    assert os.listdir(tmp_path) == ["rows"]
+    store.close()
+
+
+def test_blocks_are_reserved_without_posix_fallocate_too(plain, tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "posix_fallocate", raising=False)
+    rows = torch.arange(3e5).view(1, 1, -1, 1)
+    with plain.TieredStore(rows, tier="disk", path=tmp_path / "rows") as store:
+        assert (tmp_path / "rows").stat().st_blocks * 512 >= 12e5
+        assert torch.equal(store.gather(torch.arange(300000).view(1, 1, -1)), rows)
+
+
+def test_a_fetch_that_runs_out_of_memory_changes_nothing(plain, monkeypatch):
+    rows = torch.arange(8.0).view(1, 1, 8, 1)
+    store = plain.TieredStore(rows, tier="host")
+    cache = plain.HitCache(store, 4)
+    cache.fetch(torch.tensor([[[5, 1]]]))
+    with monkeypatch.context() as patch:
+
+        def out_of_memory(*_):
+            raise torch.OutOfMemoryError("none left")
+
+        patch.setattr(type(store._buffer), "take", out_of_memory)
+        for call in (cache.fetch, cache.prefetch):
+            with pytest.raises(torch.OutOfMemoryError):
+                call(torch.tensor([[[1, 2]]]))
+    assert (cache.hits, cache.misses, cache.prefetched) == (0, 2, 0)
+    assert cache.fetch(torch.tensor([[[1, 5]]])).flatten().tolist() == [1, 5]
+    assert (cache.hits, cache.misses) == (2, 2)
 
 
 @pytest.mark.parametrize("change", ["append", "select_rows", "to_tier"])

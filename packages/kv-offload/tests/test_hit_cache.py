@@ -16,6 +16,7 @@ from offload_cases import (
     shapes,
     tiers,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kv_offload import HitCache, StoreClosedError, TieredStore
 
@@ -233,6 +234,42 @@ def test_a_trace_with_60_percent_repetition_moves_at_most_42_percent():
             others = others[~torch.isin(others, chosen[h])][: count - kept.numel()]
             chosen[h] = torch.cat([kept, others])
     assert cache.bytes_moved <= 0.42 * asked
+
+
+class Watch(TorchDispatchMode):
+    """Counts torch's operations and the elements of the largest tensor that one gave."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.calls += 1
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.largest = max(self.largest, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("call", ["fetch", "prefetch"])
+def test_matching_takes_a_fixed_number_of_operations_on_tensors_of_order_k(ordered, call):
+    counts = set()
+    for k in (32, 2048):
+        rows = torch.zeros(2, 2, 4 * k, 2)
+        cache = HitCache(TieredStore(rows, tier="host"), k)
+        ids = torch.stack([torch.randperm(4 * k)[: 2 * k] for _ in range(4)]).view(2, 2, 2 * k)
+        first, second = ids[..., :k].clone(), ids[..., k // 2 : k // 2 + k].clone()
+        if ordered:
+            first, second = first.sort(-1).values, second.sort(-1).values
+        getattr(cache, call)(first)
+        with Watch() as watch:
+            getattr(cache, call)(second)
+        assert watch.largest <= rows.numel()  # the store's own rows, viewed
+        assert watch.largest <= 2 * 2 * k * 8
+        counts.add(watch.calls)
+    assert len(counts) == 1
 
 
 def test_reset_starts_anew():

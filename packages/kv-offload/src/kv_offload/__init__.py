@@ -2,7 +2,7 @@
 
 from kv_offload._pending import PendingRows
 from kv_offload._rows import storage_bytes
-from kv_offload.cache_file import CacheFile, load_cache, save_cache
+from kv_offload.cache_file import CacheFile, load_cache
 from kv_offload.errors import (
     AlteredFileError,
     CacheFileError,
@@ -13,6 +13,7 @@ from kv_offload.errors import (
     TruncatedFileError,
 )
 from kv_offload.hit_cache import HitCache
+from kv_offload.save_file import save_cache
 from kv_offload.store import TieredStore
 
 __version__ = "0.1.0"

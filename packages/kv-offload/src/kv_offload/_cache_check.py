@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import re
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
-from kv_offload._safetensors import LONGEST_HEADER
+import torch
+
+from kv_offload._safetensors import DTYPE_NAMES, LONGEST_HEADER
 from kv_offload.errors import (
     AlteredFileError,
+    CacheFileError,
     ForeignFileError,
     NewerFormatError,
     TruncatedFileError,
@@ -21,6 +26,7 @@ FORMAT_VERSION = 1
 BLANK = "0" * 64
 
 _CHUNK = 1 << 22
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 # JSON escapes quotes inside strings, so these bytes are nowhere else in a header.
 _BEFORE_CHECKSUM = b'"checksum":"sha256:'
 
@@ -31,8 +37,20 @@ def checksum_at(header: bytes) -> int:
     return start if start < 0 else start + len(_BEFORE_CHECKSUM)
 
 
-def verify(file: BinaryIO, path: Path) -> tuple[dict[str, Any], int]:
-    """The header of a file that is whole, unaltered and of a known version, and its length.
+class Header(NamedTuple):
+    """What the header of a cache file says.
+
+    tensors: `(dtype, shape, offset)` by name, the offset in bytes from the start of the file.
+    """
+
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...], int]]
+    method: str
+    fingerprint: str
+    extra: dict[str, Any]
+
+
+def verify(file: BinaryIO, path: Path) -> Header:
+    """The header of a file that is whole, unaltered, of a known version and consistent.
 
     Raises one of the `CacheFileError`s that says what is wrong.
     """
@@ -40,7 +58,7 @@ def verify(file: BinaryIO, path: Path) -> tuple[dict[str, Any], int]:
     header = _parse(raw, path)
     _check_size(header, len(raw), os.fstat(file.fileno()).st_size, path)
     _check_sum(raw, file, path)
-    return header, len(raw)
+    return _read(header, len(raw), path)
 
 
 def _read_header(file: BinaryIO, path: Path) -> bytes:
@@ -69,7 +87,7 @@ def _parse(raw: bytes, path: Path) -> dict[str, Any]:
         raise ForeignFileError(f"{path} was not written by save_cache") from error
     if name != FORMAT:
         raise ForeignFileError(f"{path} has format {name!r}, wanted {FORMAT!r}")
-    if not isinstance(version, str) or not version.isascii() or not version.isdigit():
+    if not isinstance(version, str) or not re.fullmatch("[1-9][0-9]{0,8}", version):
         raise AlteredFileError(f"{path} has format version {version!r}, wanted a number")
     if int(version) > FORMAT_VERSION:
         raise NewerFormatError(
@@ -102,3 +120,37 @@ def _check_sum(raw: bytes, file: BinaryIO, path: Path) -> None:
         digest.update(chunk)
     if digest.hexdigest().encode() != raw[start:end]:
         raise AlteredFileError(f"{path} does not match its checksum: its bytes have changed")
+
+
+def _read(header: dict[str, Any], start: int, path: Path) -> Header:
+    """The fields of a header whose bytes are those that were written, `start` bytes long.
+
+    A checksum anybody can compute: whoever wrote the bytes may have written nonsense.
+    """
+    try:
+        metadata = header.pop("__metadata__")
+        tensors = {name: _read_entry(entry, start) for name, entry in header.items()}
+        method, fingerprint = metadata["method"], metadata["fingerprint"]
+        extra = json.loads(metadata["extra"])
+        if not (
+            isinstance(extra, dict) and isinstance(method, str) and isinstance(fingerprint, str)
+        ):
+            raise TypeError("a field of the wrong type")
+    except CacheFileError as error:
+        raise CacheFileError(f"{path} {error}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise AlteredFileError(f"{path} has a header that cannot be read: {error!r}") from error
+    return Header(tensors, method, fingerprint, extra)
+
+
+def _read_entry(entry: dict[str, Any], start: int) -> tuple[torch.dtype, tuple[int, ...], int]:
+    name, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    if name not in _DTYPES:
+        raise CacheFileError(f"holds the dtype {name}, unknown here")
+    dtype = _DTYPES[name]
+    if not all(type(size) is int and size >= 0 for size in (*shape, begin, end)):
+        raise ValueError(f"sizes {entry}")
+    largest = math.prod(max(size, 1) for size in shape) * dtype.itemsize
+    if end - begin != math.prod(shape) * dtype.itemsize or largest >= 1 << 63:
+        raise ValueError(f"sizes {entry}")
+    return dtype, shape, start + begin

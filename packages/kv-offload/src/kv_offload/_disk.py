@@ -27,16 +27,12 @@ class ScratchFile:
     def __init__(self, path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         header = header_bytes([("rows", dtype, shape)], _METADATA)
         nbytes = torch.Size(shape).numel() * dtype.itemsize
-        self.path = path
         try:
             handle = open(path, "x+b")  # noqa: SIM115 - closed below, before the mapping is used
         except FileExistsError:
-            raise FileExistsError(
-                errno.EEXIST,
-                "path is in use: a store writes a new file and never over an existing one",
-                str(path),
-            ) from None
-        self._finalizer = weakref.finalize(self, _unlink, path, os.getpid())
+            raise _in_use(path) from None
+        self._status = os.fstat(handle.fileno())
+        self._own(path)
         try:
             with handle:
                 handle.write(header)
@@ -55,11 +51,16 @@ class ScratchFile:
 
     def replace(self, old: ScratchFile) -> None:
         """Take over the name of `old`, whose file goes."""
+        if old.path.exists() and not _is_at(old.path, old._status):
+            raise _in_use(old.path)
         os.replace(self.path, old.path)
         self._finalizer.detach()
         old._finalizer.detach()
-        self.path = old.path
-        self._finalizer = weakref.finalize(self, _unlink, self.path, os.getpid())
+        self._own(old.path)
+
+    def _own(self, path: Path) -> None:
+        self.path = path
+        self._finalizer = weakref.finalize(self, _unlink, path, self._status, os.getpid())
 
     def release_pages(self) -> None:
         """Stop counting what was just written as this process's memory; the file keeps it."""
@@ -92,7 +93,20 @@ def _reserve(descriptor: int, offset: int, nbytes: int) -> None:
         nbytes -= os.write(descriptor, zeros[:nbytes])
 
 
-def _unlink(path: Path, owner: int) -> None:
+def _in_use(path: Path) -> FileExistsError:
+    text = "path is in use: a store writes a new file and never over an existing one"
+    return FileExistsError(errno.EEXIST, text, str(path))
+
+
+def _is_at(path: Path, status: os.stat_result) -> bool:
+    """Whether `path` still is the file it was, and not another that has taken its name."""
+    try:
+        return os.path.samestat(os.stat(path), status)
+    except FileNotFoundError:
+        return False
+
+
+def _unlink(path: Path, status: os.stat_result, owner: int) -> None:
     # A forked child inherits the object, but the file stays its parent's.
-    if os.getpid() == owner:
+    if os.getpid() == owner and _is_at(path, status):
         path.unlink(missing_ok=True)

@@ -25,7 +25,8 @@ def from_words(words: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Ten
 def storage_bytes(*tensors: Tensor) -> int:
     """Bytes held by the storages behind `tensors`, each storage counted once.
 
-    A view costs nothing on top of its base, and holds all of its base.
+    A view costs nothing on top of its base, and holds all of its base. A tensor on `meta` has no
+    memory.
 
     Args:
         tensors: any shapes, dtypes and devices.
@@ -41,5 +42,7 @@ def storage_bytes(*tensors: Tensor) -> int:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"storage_bytes takes tensors, got {tensor!r}")
         storage = tensor.untyped_storage()
-        sizes[str(storage.device), storage.data_ptr()] = storage.nbytes()
+        if not tensor.is_meta:
+            place = str(storage.device), storage.data_ptr()
+            sizes[place] = max(storage.nbytes(), sizes.get(place, 0))
     return sum(sizes.values())

@@ -8,13 +8,8 @@ from torch import Tensor
 
 from kv_offload._checks import check_count, check_indices, check_int64, check_range
 from kv_offload._pending import Lane, PendingRows
-from kv_offload._rows import as_words, from_words, storage_bytes
+from kv_offload._resident import Resident
 from kv_offload.store import TieredStore
-
-# Stand where ids are kept in order for -1 and for a row the store dropped. No row has such an id,
-# and both sort last.
-_SKIPPED = torch.iinfo(torch.int64).max
-_GONE = _SKIPPED - 1
 
 
 class HitCache:
@@ -34,6 +29,9 @@ class HitCache:
         ValueError: `capacity` is not positive.
     """
 
+    _resident: Resident
+    _pending: PendingRows | None
+
     def __init__(self, store: TieredStore, capacity: int) -> None:
         if not isinstance(store, TieredStore):
             raise TypeError(f"store is {store!r}, wanted a TieredStore")
@@ -45,7 +43,6 @@ class HitCache:
         self._capacity = capacity
         self._row_bytes = store.shape[3] * store.dtype.itemsize
         self._lane = Lane(store.device)
-        self._pending: PendingRows | None = None
         self._order: Tensor | None = None
         self.reset()
         store._caches.add(self)
@@ -85,8 +82,7 @@ class HitCache:
     @property
     def nbytes(self) -> int:
         """Bytes on the device of the resident rows and of the ids by which they are found."""
-        slots = [] if self._slots is None else [self._slots]
-        return storage_bytes(self._rows, self._keys, self._wanted, *slots)
+        return self._resident.nbytes
 
     @torch.no_grad()
     def fetch(self, indices: Int64[Tensor, "B H K"]) -> Shaped[Tensor, "B H K D"]:
@@ -110,9 +106,9 @@ class HitCache:
         """
         ids = self._check(indices)
         self._await()
-        self._misses += self._advance(ids)
-        self._requested += self._present
-        return from_words(self._rows, (*ids.shape, self._rows.shape[1]), self._store.dtype)
+        self._misses += self._resident.advance(ids, self._store._open())
+        self._requested += self._resident.count
+        return self._resident.rows
 
     @torch.no_grad()
     def prefetch(self, indices: Int64[Tensor, "B H K"]) -> None:
@@ -126,13 +122,13 @@ class HitCache:
         """
         ids = self._check(indices)
         self._await()
-        slots = [] if self._slots is None else [self._slots]
+        buffer, resident = self._store._open(), self._resident
 
         def move() -> Tensor:
-            self._prefetched += self._advance(ids)
-            return self._rows
+            self._prefetched += resident.advance(ids, buffer)
+            return resident.rows
 
-        self._pending = self._lane.run(move, ids, self._rows, self._keys, self._wanted, *slots)
+        self._pending = self._lane.run(move, ids, buffer.table, *resident.tensors)
 
     @torch.no_grad()
     def select_rows(self, batch_indices: Int64[Tensor, " B2"]) -> None:
@@ -154,17 +150,18 @@ class HitCache:
                 "TieredStore.select_rows first"
             )
 
-    # Inside.
+    # Inside; the store calls the last three.
 
     def _check(self, indices: Tensor) -> Tensor:
-        check_indices(indices, self._store._open().rows, self._device)
+        buffer = self._store._open()
+        check_indices(indices, buffer.shape, self._device)
         if indices.shape[2] > self._capacity:
             raise ValueError(
                 f"indices asks for {indices.shape[2]} rows per head, wanted at most the "
                 f"capacity {self._capacity}"
             )
-        check_range(indices, self._store.shape[2])
-        return indices.to(self._device)
+        check_range(indices, buffer.layout.lengths)
+        return indices.to(self._device).contiguous()
 
     def _await(self) -> None:
         if self._pending is not None:
@@ -174,78 +171,15 @@ class HitCache:
     def _drop(self) -> None:
         """Hold no rows."""
         self._pending = None
-        batch, heads, _, width = self._store.shape
-        row = torch.empty((1, width), dtype=self._store.dtype, device=self._device)
-        self._rows = as_words(row)[:0].clone()
-        self._keys = torch.empty((batch, heads, 0), dtype=torch.int64, device=self._device)
-        self._wanted = self._keys
-        self._slots: Tensor | None = None
-        self._present = 0
-
-    def _advance(self, ids: Tensor) -> int:
-        """Make the rows of `ids` the resident ones; the number of rows that had to move."""
-        absent = ids == -1
-        wanted = ids.masked_fill(absent, _SKIPPED)
-        if torch.equal(wanted, self._wanted):
-            return 0
-        slots, hit = self._match(ids)
-        skipped = absent.view(-1).nonzero().squeeze(1)
-        missing = hit.logical_or_(absent).logical_not_().view(-1).nonzero().squeeze(1)
-        heads = missing.div(max(ids.shape[2], 1), rounding_mode="floor")
-        moved = self._store._buffer.read(heads, ids.reshape(-1)[missing])
-        if missing.shape[0] == ids.numel():
-            rows = moved
-        else:
-            if self._rows.shape[0]:
-                rows = self._rows.index_select(0, slots.view(-1))
-            else:
-                rows = self._rows.new_empty((ids.numel(), self._rows.shape[1]))
-            rows.index_copy_(0, missing, moved)
-            rows.index_fill_(0, skipped, 0)
-        self._rows = rows
-        self._present = ids.numel() - skipped.shape[0]
-        self._remember(wanted)
-        return missing.shape[0]
-
-    def _match(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Where each id is in `_rows`, and whether it is there at all; both `[B, H, K]`."""
-        batch, heads, resident = self._keys.shape
-        if not resident:
-            return ids, torch.zeros_like(ids, dtype=torch.bool)
-        place = torch.searchsorted(self._keys, ids).clamp_(max=resident - 1)
-        hit = self._keys.gather(-1, place) == ids
-        if self._slots is not None:
-            place = self._slots.gather(-1, place)
-        bases = torch.arange(batch * heads, device=ids.device) * resident
-        return place.add_(bases.view(batch, heads, 1)), hit
-
-    def _remember(self, wanted: Tensor) -> None:
-        self._wanted = wanted
-        if bool((wanted[..., 1:] >= wanted[..., :-1]).all()):
-            self._keys, self._slots = wanted, None
-        else:
-            self._keys, self._slots = wanted.sort(dim=-1)
+        self._resident = Resident(self._store.shape, self._store.dtype, self._device)
 
     def _follow(self, batch_indices: Tensor) -> None:
         """The store's batch rows have become `batch_indices`; so do the resident ones."""
         self._await()
         self._order = batch_indices.cpu().clone()
-        order = batch_indices.to(self._device)
-        batch, heads, resident = self._keys.shape
-        width = self._rows.shape[1]
-        if self._rows.shape[0]:
-            rows = self._rows.view(batch, heads, resident, width).index_select(0, order)
-            self._rows = rows.view(order.shape[0] * heads * resident, width)
-        self._keys = self._keys.index_select(0, order)
-        self._wanted = self._wanted.index_select(0, order)
-        if self._slots is not None:
-            self._slots = self._slots.index_select(0, order)
-        self._present = int((self._wanted != _SKIPPED).sum())
+        self._resident.reorder(batch_indices.to(self._device))
 
-    def _forget(self, n: int) -> None:
-        """Rows from `n` on are gone from the store; ids above it may come back as other rows."""
+    def _forget(self, limits: Tensor) -> None:
+        """Rows from `limits[b]` on are gone from the store."""
         self._await()
-        self._keys, self._wanted = (
-            ids.masked_fill((ids >= n) & (ids != _SKIPPED), _GONE)
-            for ids in (self._keys, self._wanted)
-        )
+        self._resident.forget(limits.to(self._device))
