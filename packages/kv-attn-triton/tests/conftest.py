@@ -35,6 +35,5 @@ def poisoned_memory(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **kw: poison(new_empty(*a, **kw)))
     from kv_attn_triton.kernels import launch
 
-    for buffers in launch._workspaces.values():
-        for buffer in buffers:
-            buffer.fill_(torch.nan)
+    for buffer in launch._workspaces.values():
+        buffer.fill_(torch.nan)

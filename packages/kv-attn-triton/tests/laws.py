@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-# The interpreter runs a kernel in tens of milliseconds: 25 examples per law there, 200 for torch.
+# The interpreter runs a kernel in tens of milliseconds: 20 examples per law there, 200 for torch.
 # A thorough profile raises both.
-INTERPRETER = 8
+INTERPRETER = 10
 
 
 def laws(share: int = 1):

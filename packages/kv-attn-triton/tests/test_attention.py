@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
 from hypothesis import strategies as st
-from laws import DTYPES, LAYOUTS, agree, both, naive, poison_after, problems, relaid
+from laws import DTYPES, LAYOUTS, agree, both, laws, naive, poison_after, problems, relaid
 
 from kv_attn_triton import attention
 
@@ -131,6 +132,7 @@ def test_long_keys_and_row_blocks(dtype, value_size, monkeypatch):
     from kv_attn_triton.reference import attention as module
 
     monkeypatch.setattr(module, "LONG", 64 * 64)
+    monkeypatch.setattr(module, "FEW", 99)
     monkeypatch.setattr(module, "TILE", 48)
     monkeypatch.setattr(module, "SCORES", 2 * 2 * 200 * 3)
     rng = torch.Generator().manual_seed(1)
@@ -170,3 +172,46 @@ def test_inputs_are_left_as_they_were(impl, p):
     attention(p.q, p.k, p.v, log_size=p.log_size, lengths=p.lengths, causal=True, impl=impl)
     after = (p.q, p.k, p.v, p.log_size, p.lengths)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@laws()
+@given(
+    p=problems(dtypes=(torch.float32, torch.bfloat16)),
+    threads=st.integers(2, 7),
+    piece=st.integers(1, 9),
+    causal=st.booleans(),
+    layout=st.sampled_from([None, *LAYOUTS]),
+)
+def test_idle_threads_get_pieces_of_the_keys(p, threads, piece, causal, layout):
+    """More threads than heads: keys are cut, attended in pieces and merged to the same result."""
+    from kv_attn_triton.reference import attention as module
+
+    k, v = (p.k, p.v) if layout is None else relaid(p.k, p.v, layout)
+    kw = {"log_size": p.log_size, "lengths": p.lengths, "causal": causal}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.torch, "get_num_threads", lambda: threads)
+        patch.setattr(module, "PIECE", piece)
+        got = attention(p.q, k, v, impl="reference", **kw)
+    agree(got, naive(p.q, p.k, p.v, **kw), p.v)
+
+
+@pytest.mark.parametrize(
+    ("threads", "heads", "n", "pieces"),
+    [
+        (2, 8, 10_000, 1),
+        (8, 8, 10_000, 1),
+        (16, 8, 10_000, 2),
+        (12, 8, 10_000, 3),
+        (2, 1, 10_000, 2),
+        (2, 3, 10_000, 2),
+        (16, 8, 1_500, 1),
+        (1, 1, 10_000, 1),
+        (3, 32, 10_000, 1),
+    ],
+)
+def test_pieces_fill_the_threads(threads, heads, n, pieces, monkeypatch):
+    from kv_attn_triton.reference import attention as module
+
+    monkeypatch.setattr(module.torch, "get_num_threads", lambda: threads)
+    k = torch.empty(1, 1, 1, 8).expand(1, heads, n, 8)
+    assert module._pieces(torch.ones(1, heads, 4, 8), k, k) == pieces

@@ -5,9 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
+from laws import plain
 
 from kv_attn_triton import attention, dispatch
 
@@ -46,6 +48,20 @@ def test_triton_is_refused_when_it_is_not_installed(monkeypatch):
     monkeypatch.setattr(dispatch, "triton_installed", lambda: False)
     with pytest.raises(ValueError, match="cannot be met: triton is not installed"):
         attention(Q, K, K, impl="triton")
+
+
+def test_old_gpus_take_torch_and_refuse_triton(monkeypatch):
+    on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 3))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    dispatch.too_old.cache_clear()
+    use_triton = plain(dispatch.use_triton)
+    assert not use_triton("auto", on_gpu)
+    with pytest.raises(ValueError, match="cannot be met: cuda:3 has a compute capability below"):
+        use_triton("triton", on_gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    dispatch.too_old.cache_clear()
+    assert use_triton("auto", on_gpu) and use_triton("triton", on_gpu)
+    dispatch.too_old.cache_clear()
 
 
 def test_import_needs_neither_triton_nor_a_gpu():

@@ -4,7 +4,9 @@ from .attention import attention, selected_attention
 from .clustering import cluster
 from .lowrank import lowrank_attention
 from .merge import merge_states
+from .ragged import ragged_attention
 from .scoring import landmark_topk, window_scores
+from .spans import span_attention
 
 __version__ = "0.1.0"
 
@@ -14,6 +16,8 @@ __all__ = [
     "landmark_topk",
     "lowrank_attention",
     "merge_states",
+    "ragged_attention",
     "selected_attention",
+    "span_attention",
     "window_scores",
 ]

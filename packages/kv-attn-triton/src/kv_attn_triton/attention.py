@@ -34,7 +34,8 @@ def attention(
     causal: the Q queries are the last Q entries of each head's list, so that query j sees entries
         0 .. length - Q + j.
     scale: 1/sqrt(D) unless told.
-    impl: "auto" is Triton for CUDA tensors where triton is installed and torch elsewhere.
+    impl: "auto" is Triton for CUDA tensors where triton is installed and torch elsewhere. The
+        kernels multiply float32 as three TF32 products, within 2**-22 of each exact product.
 
     A query with nothing to attend gets zeros and lse = -inf. On CUDA, lengths out of range are
     not checked (that would wait for the device) but answered with NaN.

@@ -96,16 +96,41 @@ def check_lengths(lengths: torch.Tensor, k: torch.Tensor, q: torch.Tensor) -> No
             )
 
 
-def check_indices(indices: torch.Tensor, heads: tuple[int, int], n: int, q: torch.Tensor) -> bool:
+def check_lists(starts: torch.Tensor, lengths: torch.Tensor, n: int, q: torch.Tensor) -> None:
+    """int64 starts and int32 lengths [B, H_kv] of lists inside n entries; H_kv divides H_q."""
+    for name, x, dtype in (("starts", starts, torch.int64), ("lengths", lengths, torch.int32)):
+        if x.dtype != dtype:
+            raise TypeError(f"{name} must be {dtype}, got {x.dtype}")
+        check_rank(name, x, 2)
+        _check_beside(name, x, (q.shape[0], starts.shape[1]), q)
+    check_groups(q.shape[1], starts.shape[1])
+    if starts.device.type != "cpu" or not starts.numel():
+        return
+    for name, x in (("starts", starts), ("lengths", lengths)):
+        if int(x.min()) < 0:
+            raise ValueError(f"{name} must be at least 0, got {int(x.min())}")
+    last = int((starts + lengths).max())
+    if last > n:
+        raise ValueError(f"starts + lengths must be at most the {n} entries of k, got {last}")
+
+
+def check_indices(
+    indices: torch.Tensor,
+    heads: tuple[int, int],
+    n: int,
+    q: torch.Tensor,
+    *,
+    name: str = "indices",
+) -> bool:
     """int64[B, H_kv, K] in -1 .. n-1. True when some entry may be -1 (always so on CUDA)."""
     if indices.dtype != torch.int64:
-        raise TypeError(f"indices must be int64, got {indices.dtype}")
+        raise TypeError(f"{name} must be int64, got {indices.dtype}")
     if indices.dim() != 3 or tuple(indices.shape[:2]) != heads:
         raise ValueError(
-            f"indices must have shape [{heads[0]}, {heads[1]}, K], got {tuple(indices.shape)}"
+            f"{name} must have shape [{heads[0]}, {heads[1]}, K], got {tuple(indices.shape)}"
         )
     if indices.device != q.device:
-        raise ValueError(f"indices must be on q's device {q.device}, got {indices.device}")
+        raise ValueError(f"{name} must be on q's device {q.device}, got {indices.device}")
     if indices.device.type != "cpu":
         return True
     if not indices.numel():
@@ -113,10 +138,14 @@ def check_indices(indices: torch.Tensor, heads: tuple[int, int], n: int, q: torc
     low, high = (int(x) for x in indices.aminmax())
     if low < -1 or high >= n:
         raise ValueError(
-            f"indices must be -1 (skipped) or between 0 and {n - 1}, got "
-            f"{low if low < -1 else high}"
+            f"{name} must be -1 (skipped) or between 0 and {n - 1}, got {low if low < -1 else high}"
         )
     return low < 0
+
+
+def check_shape(name: str, x: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(x.shape)}")
 
 
 def resolve_scale(scale: float | None, head_size: int) -> float:

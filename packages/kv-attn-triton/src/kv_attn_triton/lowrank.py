@@ -33,8 +33,10 @@ def lowrank_attention(
     values_gathered the picked rows [B, H_kv, K, Dv] in the order of indices (fetched from the
     host, say). cos, sin [B or 1, N, Dr]: row n is the table at entry n's original position,
     Dr <= D even; columns past Dr are not rotated. Half-split layout, as in Llama, unless
-    interleaved (pairs 2i, 2i+1). The product and the rotation are rounded to q's dtype, as a cache
-    would hold the keys; scores, softmax and sums are float32. The kernel keeps keys in registers.
+    interleaved (pairs 2i, 2i+1). The two columns of a pair hold the same number, as transformers
+    makes them, and only the first need be read. The product and the rotation are rounded to q's
+    dtype, as a cache would hold the keys; scores, softmax and sums are float32. The kernel keeps
+    keys in registers.
 
     -1 in indices is skipped; an empty selection gives zeros and lse = -inf.
 

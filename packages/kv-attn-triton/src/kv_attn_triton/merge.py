@@ -8,20 +8,26 @@ import torch
 from jaxtyping import Float, Float32
 from torch import Tensor
 
+from .dispatch import Impl, use_triton
+
 # exp(-inf - FLOOR) is 0 where exp(-inf - -inf) would be NaN
 FLOOR = torch.finfo(torch.float32).min
 
 
 def merge_states(
     parts: Sequence[tuple[Float[Tensor, "B Hq Q Dv"], Float32[Tensor, "B Hq Q"]]],
+    *,
+    impl: Impl = "auto",
 ) -> tuple[Float[Tensor, "B Hq Q Dv"], Float32[Tensor, "B Hq Q"]]:
     """lse = log sum_i exp(lse_i); out = sum_i exp(lse_i - lse) out_i.
 
     parts: one or more `(out [B, H_q, Q, Dv], lse float32[B, H_q, Q])` over disjoint entries, as
     the attention functions return them. An empty part (zeros, lse = -inf) changes nothing; all
-    parts empty give zeros and -inf. Sums are float32, the result has the first part's dtype.
+    parts empty give zeros and -inf. Sums are float32, the result has the first part's dtype. The
+    Triton kernel takes all parts in one launch.
 
-    Raises ValueError for no parts or unequal shapes or devices, TypeError for unequal dtypes.
+    Raises ValueError for no parts, unequal shapes or devices, or impl, TypeError for unequal
+    dtypes.
     Source: the second stage of flash-decoding; the merge in streaming softmax.
     """
     if len(parts) == 0:
@@ -40,8 +46,13 @@ def merge_states(
             )
         if out.device != first.device or lse.device != first.device:
             raise ValueError(f"parts[{i}] must be on {first.device}, got {out.device}")
+    triton = use_triton(impl, first)
     if len(parts) == 1:
         return first, first_lse
+    if triton:
+        from .kernels import merge as kernel
+
+        return kernel.merge_states(parts)
     stacked = torch.stack([lse for _, lse in parts])
     total = torch.logsumexp(stacked, 0)
     weights = torch.exp(stacked - total.clamp_min(FLOOR)).unsqueeze(-1)

@@ -29,7 +29,8 @@ def landmark_topk(
     q [B, H_q, Q, D], landmarks [B, H_kv, L, D] of one dtype -> int64[B, H_kv, count], ascending
     and unique per head, -1 last where there are fewer than `count` landmarks to choose from.
     mask: bool[B, H_kv, L], False landmarks take no part and are never chosen. Scores and softmax
-    are float32; ties go either way.
+    are float32; ties go either way. With Triton two launches score, normalise, take the maximum
+    over the group and select, up to 32,768 landmarks; past that torch.topk selects.
 
     Raises ValueError for count below 0, shapes, devices or impl, TypeError for dtypes.
     Source: ShadowKV Algorithm 2 (S, S_1, S_2, I).
@@ -40,15 +41,12 @@ def landmark_topk(
     if mask is not None:
         checks.check_mask(mask, tuple(landmarks.shape[:3]), q)
     factor = checks.resolve_scale(scale, q.shape[3])
-    size = landmarks.shape[2]
     if use_triton(impl, q):
-        from .kernels import columns as kernel
+        from .kernels import landmarks as kernel
 
-        scores = kernel.column_sums(q, landmarks, mask, factor, False, size, "max")[:, :, 0]
-    else:
-        checks.check_on_device(q, landmarks=landmarks)
-        sums = plain.column_sums(q, landmarks, mask, factor, False, size)
-        scores = sums.amax(2)
+        return kernel.landmark_topk(q, landmarks, count, mask, factor)
+    checks.check_on_device(q, landmarks=landmarks)
+    scores = plain.highest_shares(q, landmarks, mask, factor)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     return plain.pick(scores, count)
@@ -69,7 +67,8 @@ def window_scores(
     sees the keys up to its own. Result float32[B, H, N - W]: reduce "none" keeps query heads
     (H = H_q), "kv_head" is the mean of each group (H = H_kv), "layer" the mean of all (H = 1).
     mask: bool[B, N], True where a token exists (padding is False): other keys are not attended
-    and score -inf, a query at such a position counts for nothing.
+    and score -inf, a query at such a position counts for nothing. Keys are streamed twice, for the
+    softmax sums and for the scores; only a tile of queries by keys is held at a time.
 
     Raises ValueError for W > N, shapes, devices, reduce or impl, TypeError for dtypes.
     Source: SnapKV; SentenceKV section 4.1; SABlock Eqs. 3 and 4.

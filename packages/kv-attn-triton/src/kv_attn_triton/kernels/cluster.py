@@ -7,18 +7,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import INTERPRETED, power
+from .launch import INTERPRETED, on_device, power, precision
+from .online import dot
 
-BLOCK = 16 if INTERPRETED else 32  # small in tests so that short chunks span blocks
+
+def tile(dtype: torch.dtype) -> int:
+    """Tokens decided together; few in tests so that short chunks span tiles."""
+    return 16 if INTERPRETED or dtype == torch.float32 else 32
 
 
 @triton.jit
-def _unit(keys, token, valid, k_n, D: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rows(keys, token, valid, k_n, D: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Keys of a tile of tokens and one over their lengths, 1 for a zero key."""
     d = tl.arange(0, BLOCK_D)
     where = valid[:, None] & (d[None, :] < D)
-    x = tl.load(keys + token[:, None] * k_n + d[None, :], mask=where, other=0.0).to(tl.float32)
-    length = tl.sqrt(tl.sum(x * x, 1))
-    return x / tl.where(length > 0.0, length, 1.0)[:, None]
+    x = tl.load(keys + token[:, None] * k_n + d[None, :], mask=where, other=0.0)
+    wide = x.to(tl.float32)
+    length = tl.sqrt(tl.sum(wide * wide, 1))
+    return x, 1.0 / tl.where(length > 0.0, length, 1.0)
+
+
+@triton.jit
+def _similar(a, a_inverse, b, b_inverse, theta, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """cos(a_i, b_j) > theta; rounding may lift equal keys above 1, which theta = 1 must forbid."""
+    cosine = dot(a, tl.trans(b), PRECISION) * a_inverse[:, None] * b_inverse[None, :]
+    return tl.minimum(cosine, 1.0) > theta
 
 
 @triton.jit
@@ -35,6 +48,7 @@ def _cluster_kernel(  # type: ignore[no-untyped-def]
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     chunk = tl.program_id(0)
     row_head = tl.program_id(1).to(tl.int64)
@@ -45,17 +59,15 @@ def _cluster_kernel(  # type: ignore[no-untyped-def]
     place = tl.arange(0, BLOCK)
     for t in range(begin, end, BLOCK):
         token = t + place
-        mine = _unit(keys, token, token < end, k_n, D, BLOCK_D)
+        mine, inverse = _rows(keys, token, token < end, k_n, D, BLOCK_D)
         owner = tl.full([BLOCK], 0, tl.int64) + n  # n: nobody's yet
         for e in range(begin, t, BLOCK):
             earlier = e + place
             seed = tl.load(seeds + earlier) == earlier
-            theirs = _unit(keys, earlier, earlier < t, k_n, D, BLOCK_D)
-            cosine = tl.dot(theirs, tl.trans(mine), input_precision="ieee")
-            links = (tl.minimum(cosine, 1.0) > theta) & seed[:, None]
+            theirs, over = _rows(keys, earlier, earlier < t, k_n, D, BLOCK_D)
+            links = _similar(theirs, over, mine, inverse, theta, PRECISION) & seed[:, None]
             owner = tl.minimum(owner, tl.min(tl.where(links, earlier[:, None], n), 0))
-        cosine = tl.dot(mine, tl.trans(mine), input_precision="ieee")
-        links = (tl.minimum(cosine, 1.0) > theta).to(tl.int32)
+        links = _similar(mine, inverse, mine, inverse, theta, PRECISION).to(tl.int32)
         for i in range(0, tl.minimum(BLOCK, end - t)):
             free = tl.sum(tl.where(place == i, (owner == n).to(tl.int32), 0), 0) > 0
             row = tl.sum(tl.where(place[:, None] == i, links, 0), 0) > 0
@@ -65,6 +77,7 @@ def _cluster_kernel(  # type: ignore[no-untyped-def]
         tl.debug_barrier()  # the next tile reads what other threads stored
 
 
+@on_device
 def cluster(keys: Tensor, offsets: Tensor, theta: float) -> Tensor:
     """See `kv_attn_triton.cluster`."""
     batch, heads, n, size = keys.shape
@@ -82,6 +95,7 @@ def cluster(keys: Tensor, offsets: Tensor, theta: float) -> Tensor:
         *keys.stride()[:3],
         D=size,
         BLOCK_D=power(size),
-        BLOCK=BLOCK,
+        BLOCK=tile(keys.dtype),
+        PRECISION=precision(keys.dtype),
     )
     return seeds

@@ -10,18 +10,29 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference.columns import silence
-from .launch import bucket, power, precision, split, tune, workspace
-from .online import dot
+from .launch import (
+    MAX_ROWS,
+    bucket,
+    on_device,
+    power,
+    precision,
+    rows_last,
+    split,
+    tune,
+    workspace,
+)
+from .online import dot, place, query_rows
 
 Kind = Literal["none", "sum", "max"]
 
 
-@tune(["D", "ROWS", "tuned_for"])
-@triton.jit(do_not_specialize=["n", "split_size", "tuned_for"])
+@tune(["D", "ROWS", "KEEP", "tuned_for"])
+@triton.jit(do_not_specialize=["n", "split_size", "tuned_for", "m_b", "m_h"])
 def _state_kernel(  # type: ignore[no-untyped-def]
-    q,  # [B, Hkv, R, D], R = G*Q, by strides
+    q,  # [B, Hq, Q, D], by strides
     k,
     mask,  # uint8
+    logits,  # [B*Hkv, R, n], R = G*Q, when KEEP
     lse,  # [splits, B*Hkv, R]
     scale,
     n,
@@ -30,7 +41,7 @@ def _state_kernel(  # type: ignore[no-untyped-def]
     heads,
     q_b,
     q_h,
-    q_r,
+    q_j,
     k_b,
     k_h,
     k_n,
@@ -44,20 +55,19 @@ def _state_kernel(  # type: ignore[no-untyped-def]
     BLOCK_D: tl.constexpr,
     HAS_MASK: tl.constexpr,
     CAUSAL: tl.constexpr,
+    KEEP: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """log sum_n exp(scale q.k_n) over one split of keys, for ROWS rows of one KV head."""
-    part = tl.program_id(0)
+    part, rows = place(R, ROWS)
     row_head = tl.program_id(1).to(tl.int64)
     b = row_head // heads
     h = row_head % heads
-    rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_D)
+    at_q = query_rows(q, b, h, rows, q_b, q_h, q_j, Q, R)
     queries = tl.load(
-        q + b * q_b + h * q_h + rows[:, None].to(tl.int64) * q_r + d[None, :],
-        mask=(rows[:, None] < R) & (d[None, :] < D),
-        other=0.0,
+        at_q[:, None] + d[None, :], mask=(rows[:, None] < R) & (d[None, :] < D), other=0.0
     )
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -78,17 +88,23 @@ def _state_kernel(  # type: ignore[no-untyped-def]
         if CAUSAL:
             seen = seen & (entry[None, :] <= n - Q + rows[:, None] % Q)
         s = tl.where(seen, s, -float("inf"))
+        if KEEP:
+            tl.store(
+                logits + (row_head * R + rows[:, None]) * n + entry[None, :],
+                s,
+                mask=(rows[:, None] < R) & (entry[None, :] < stop),
+            )
         new_peak = tl.maximum(peak, tl.max(s, 1))
         base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
         total = total * tl.exp(peak - base) + tl.sum(tl.exp(s - base[:, None]), 1)
         peak = new_peak
     state = tl.where(total == 0.0, -float("inf"), peak + tl.log(tl.where(total == 0.0, 1.0, total)))
-    place = (part.to(tl.int64) * tl.num_programs(1) + row_head) * R + rows
-    tl.store(lse + place, state, mask=rows < R)
+    here = (part.to(tl.int64) * tl.num_programs(1) + row_head) * R + rows
+    tl.store(lse + here, state, mask=rows < R)
 
 
 @tune(["D", "BLOCK_Q", "tuned_for"])
-@triton.jit(do_not_specialize=["n", "end", "tuned_for"])
+@triton.jit(do_not_specialize=["n", "end", "tuned_for", "m_b", "m_h"])
 def _column_kernel(  # type: ignore[no-untyped-def]
     q,
     k,
@@ -102,7 +118,7 @@ def _column_kernel(  # type: ignore[no-untyped-def]
     heads,
     q_b,
     q_h,
-    q_r,
+    q_j,
     k_b,
     k_h,
     k_n,
@@ -140,11 +156,10 @@ def _column_kernel(  # type: ignore[no-untyped-def]
         column = tl.zeros([BLOCK_N], tl.float32)
         for j in range(0, Q, BLOCK_Q):
             query = j + tl.arange(0, BLOCK_Q)
-            rows = (g * Q + query).to(tl.int64)
+            rows = g * Q + query
+            at_q = query_rows(q, b, h, rows, q_b, q_h, q_j, Q, G * Q)
             queries = tl.load(
-                q + b * q_b + h * q_h + rows[:, None] * q_r + d[None, :],
-                mask=(query[:, None] < Q) & (d[None, :] < D),
-                other=0.0,
+                at_q[:, None] + d[None, :], mask=(query[:, None] < Q) & (d[None, :] < D), other=0.0
             )
             state = tl.load(lse + row_head * (G * Q) + rows, mask=query < Q, other=0.0)
             s = dot(queries, keys, PRECISION) * scale - state[:, None]
@@ -162,6 +177,53 @@ def _column_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + row_head * end + entry, folded, mask=inside)
 
 
+def row_states(
+    q: Tensor, k: Tensor, mask: Tensor | None, scale: float, causal: bool, *, keep: bool
+) -> tuple[Tensor, Tensor | None]:
+    """lse of every query row over each split of keys, [splits, B, H_kv, G*Q], in the workspace.
+
+    keep: the scaled logits [B, H_kv, G*Q, N] too, -inf where a key is not seen.
+    """
+    batch, query_heads, queries, size = q.shape
+    heads, n = k.shape[1], k.shape[2]
+    rows = query_heads // heads * queries
+    block_rows = min(MAX_ROWS, power(rows))
+    row_blocks = triton.cdiv(rows, block_rows)
+    splits, split_size = split(n, batch * heads * row_blocks, q.device)
+    held = splits * batch * heads * rows
+    buffer = workspace(held + (batch * heads * rows * n if keep else 0), q.device)
+    logits = buffer[held:].view(batch, heads, rows, n) if keep else None
+    _state_kernel[(splits * row_blocks, batch * heads)](
+        q,
+        k,
+        mask,
+        logits,
+        buffer,
+        scale,
+        n,
+        split_size,
+        bucket(split_size),
+        *_strides(q, k, mask),
+        Q=queries,
+        R=rows,
+        D=size,
+        ROWS=block_rows,
+        BLOCK_D=power(size),
+        HAS_MASK=mask is not None,
+        CAUSAL=causal,
+        KEEP=keep,
+        PRECISION=precision(q.dtype),
+    )
+    return buffer[:held].view(splits, batch, heads, rows), logits
+
+
+def _strides(q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[int, ...]:
+    """Number of KV heads, then the strides of q, k and mask."""
+    over_mask = (0, 0, 0) if mask is None else mask.stride()
+    return (k.shape[1], *q.stride()[:3], *k.stride()[:3], *over_mask)
+
+
+@on_device
 def column_sums(
     q: Tensor,
     k: Tensor,
@@ -175,50 +237,19 @@ def column_sums(
     batch, query_heads, queries, size = q.shape
     heads, n = k.shape[1], k.shape[2]
     group = query_heads // heads
-    rows = group * queries
-    out = q.new_zeros(batch, heads, group if kind == "none" else 1, end, dtype=torch.float32)
-    if out.numel() == 0 or queries == 0:
+    shape = (batch, heads, group if kind == "none" else 1, end)
+    if queries == 0:
+        return q.new_zeros(shape, dtype=torch.float32)
+    out = q.new_empty(shape, dtype=torch.float32)
+    if out.numel() == 0:
         return out
-    packed = q.reshape(batch, heads, rows, size)
-    packed = packed if packed.stride(3) == 1 else packed.contiguous()
+    q = rows_last(q)
     bytes_ = None if mask is None else mask.view(torch.uint8)
-    strides = (
-        heads,
-        *packed.stride()[:3],
-        *k.stride()[:3],
-        *((0, 0, 0) if bytes_ is None else bytes_.stride()),
-    )
-    common = {
-        "Q": queries,
-        "D": size,
-        "BLOCK_D": power(size),
-        "HAS_MASK": mask is not None,
-        "CAUSAL": causal,
-        "PRECISION": precision(q.dtype),
-    }
-    block_rows = min(64, power(rows))
-    row_blocks = triton.cdiv(rows, block_rows)
-    splits, split_size = split(n, batch * heads * row_blocks, q.device)
-    states = workspace(splits * batch * heads * rows, q.device)
-    _state_kernel[(splits, batch * heads, row_blocks)](
-        packed,
-        k,
-        bytes_,
-        states,
-        scale,
-        n,
-        split_size,
-        bucket(n),
-        *strides,
-        R=rows,
-        ROWS=block_rows,
-        **common,
-    )
-    lse = states.view(splits, batch, heads, rows).logsumexp(0)
+    states, _ = row_states(q, k, bytes_, scale, causal, keep=False)
     own = torch.arange(n - queries, n, device=q.device).repeat(group) if causal else None
-    lse = silence(lse, mask, own)
+    lse = silence(states.logsumexp(0), mask, own)
     _column_kernel[lambda meta: (triton.cdiv(end, meta["BLOCK_N"]), batch * heads)](
-        packed,
+        q,
         k,
         bytes_,
         lse,
@@ -227,10 +258,15 @@ def column_sums(
         n,
         end,
         bucket(n),
-        *strides,
+        *_strides(q, k, bytes_),
+        Q=queries,
         G=group,
+        D=size,
         BLOCK_Q=min(32, power(queries)),
+        BLOCK_D=power(size),
+        HAS_MASK=mask is not None,
+        CAUSAL=causal,
         KIND=kind,
-        **common,
+        PRECISION=precision(q.dtype),
     )
     return out

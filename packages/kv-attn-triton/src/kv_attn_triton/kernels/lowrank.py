@@ -8,8 +8,18 @@ import triton.language as tl
 from torch import Tensor
 
 from .attention import run_splits
-from .launch import bucket, power, precision, split, tune
-from .online import absorb, dot, finish
+from .launch import (
+    MAX_ROWS,
+    REBUILDING,
+    bucket,
+    on_device,
+    power,
+    precision,
+    rows_last,
+    split,
+    tune,
+)
+from .online import absorb, dot, finish, place, query_rows
 
 
 @triton.jit
@@ -18,19 +28,22 @@ def _rebuild(  # type: ignore[no-untyped-def]
     right,  # row 0 of the head's right factor
     at,
     valid,
-    column,
+    first,  # one list of columns, and a second of as many
+    second,
     l_n,
     r_r,
-    WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,  # columns in each list
+    BOTH: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """left[at] @ right[:, column] for the first WIDTH of the columns: float32[BLOCK_N, BLOCK_W]."""
+    """left[at] @ right[:, columns] for both lists, rows read once: two tiles [BLOCK_N, BLOCK_W]."""
     inside = tl.arange(0, BLOCK_W) < WIDTH
-    keys = tl.zeros([BLOCK_N, BLOCK_W], tl.float32)
+    x = tl.zeros([BLOCK_N, BLOCK_W], tl.float32)
+    y = tl.zeros([BLOCK_N, BLOCK_W], tl.float32)
     for i in range(0, RANK, BLOCK_RANK):
         rank = i + tl.arange(0, BLOCK_RANK)
         rows = tl.load(
@@ -38,13 +51,13 @@ def _rebuild(  # type: ignore[no-untyped-def]
             mask=valid[:, None] & (rank[None, :] < RANK),
             other=0.0,
         )
-        basis = tl.load(
-            right + rank[:, None] * r_r + column[None, :],
-            mask=(rank[:, None] < RANK) & inside[None, :],
-            other=0.0,
-        )
-        keys += dot(rows, basis, PRECISION)
-    return keys.to(left.dtype.element_ty)
+        where = (rank[:, None] < RANK) & inside[None, :]
+        basis = tl.load(right + rank[:, None] * r_r + first[None, :], mask=where, other=0.0)
+        x += dot(rows, basis, PRECISION)
+        if BOTH:
+            basis = tl.load(right + rank[:, None] * r_r + second[None, :], mask=where, other=0.0)
+            y += dot(rows, basis, PRECISION)
+    return x.to(left.dtype.element_ty), y.to(left.dtype.element_ty)
 
 
 @triton.jit
@@ -55,14 +68,16 @@ def _table(x, at, valid, column, t_n, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr
 
 
 @triton.jit
-def _query(q, rows, column, q_r, R: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr):  # type: ignore[no-untyped-def]
+def _query(at_q, rows, column, R: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr):  # type: ignore[no-untyped-def]
     inside = tl.arange(0, BLOCK_W) < WIDTH
     where = (rows[:, None] < R) & inside[None, :]
-    return tl.load(q + rows[:, None].to(tl.int64) * q_r + column[None, :], mask=where, other=0.0)
+    return tl.load(at_q[:, None] + column[None, :], mask=where, other=0.0)
 
 
-@tune(["D", "DV", "RANK", "ROWS", "tuned_for"])
-@triton.jit(do_not_specialize=["n", "n_keys", "split_size", "tuned_for"])
+@tune(["D", "DV", "RANK", "ROWS", "tuned_for"], REBUILDING)
+@triton.jit(
+    do_not_specialize=["n", "n_keys", "split_size", "tuned_for", "i_b", "i_h", "z_b", "z_h"]
+)
 def _lowrank_kernel(  # type: ignore[no-untyped-def]
     q,
     left,
@@ -82,7 +97,7 @@ def _lowrank_kernel(  # type: ignore[no-untyped-def]
     heads,
     q_b,
     q_h,
-    q_r,
+    q_j,
     l_b,
     l_n,
     r_b,
@@ -99,6 +114,7 @@ def _lowrank_kernel(  # type: ignore[no-untyped-def]
     s_n,
     z_b,
     z_h,
+    Q: tl.constexpr,
     R: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
@@ -115,11 +131,10 @@ def _lowrank_kernel(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    part = tl.program_id(0)
+    part, rows = place(R, ROWS)
     row_head = tl.program_id(1).to(tl.int64)
     b = row_head // heads
     h = row_head % heads
-    rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     dv = tl.arange(0, BLOCK_DV)
     pair = tl.arange(0, BLOCK_HALF)
     first = pair * 2 if INTERLEAVED else pair
@@ -127,16 +142,16 @@ def _lowrank_kernel(  # type: ignore[no-untyped-def]
     rest = 2 * HALF + tl.arange(0, BLOCK_REST)
     REST: tl.constexpr = D - 2 * HALF
 
-    query = q + b * q_b + h * q_h
-    first_q = _query(query, rows, first, q_r, R, HALF, BLOCK_HALF)
-    second_q = _query(query, rows, second, q_r, R, HALF, BLOCK_HALF)
-    rest_q = _query(query, rows, rest, q_r, R, REST, BLOCK_REST)
+    at_q = query_rows(q, b, h, rows, q_b, q_h, q_j, Q, R)
+    first_q = _query(at_q, rows, first, R, HALF, BLOCK_HALF)
+    second_q = _query(at_q, rows, second, R, HALF, BLOCK_HALF)
+    rest_q = _query(at_q, rows, rest, R, REST, BLOCK_REST)
     left_b = left + b * l_b
     right_h = right + b * r_b + h * r_h
     cos_b = cos + b * c_b
     sin_b = sin + b * s_b
 
-    poisoned = False
+    outside = tl.zeros([BLOCK_N], tl.int32)
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
@@ -145,28 +160,27 @@ def _lowrank_kernel(  # type: ignore[no-untyped-def]
     for i in range(start, stop, BLOCK_N):
         entry = i + tl.arange(0, BLOCK_N)
         at = tl.load(indices + b * i_b + h * i_h + entry, mask=entry < stop, other=-1)
-        poisoned = poisoned | (tl.max((at >= n_keys).to(tl.int32) | (at < -1).to(tl.int32)) > 0)
+        outside = outside | ((at >= n_keys) | (at < -1)).to(tl.int32)
         valid = (at >= 0) & (at < n_keys)
         s = tl.zeros([ROWS, BLOCK_N], tl.float32)
         if HALF > 0:
-            x = _rebuild(
-                left_b, right_h, at, valid, first, l_n, r_r,
-                HALF, RANK, BLOCK_N, BLOCK_HALF, BLOCK_RANK, PRECISION,
-            ).to(tl.float32)  # fmt: skip
-            y = _rebuild(
-                left_b, right_h, at, valid, second, l_n, r_r,
-                HALF, RANK, BLOCK_N, BLOCK_HALF, BLOCK_RANK, PRECISION,
-            ).to(tl.float32)  # fmt: skip
-            turned = x * _table(cos_b, at, valid, first, c_n, HALF, BLOCK_HALF)
-            turned -= y * _table(sin_b, at, valid, first, s_n, HALF, BLOCK_HALF)
-            s += dot(first_q, tl.trans(turned.to(first_q.dtype)), PRECISION)
-            turned = y * _table(cos_b, at, valid, second, c_n, HALF, BLOCK_HALF)
-            turned += x * _table(sin_b, at, valid, second, s_n, HALF, BLOCK_HALF)
-            s += dot(second_q, tl.trans(turned.to(first_q.dtype)), PRECISION)
+            x, y = _rebuild(
+                left_b, right_h, at, valid, first, second, l_n, r_r,
+                HALF, True, RANK, BLOCK_N, BLOCK_HALF, BLOCK_RANK, PRECISION,
+            )  # fmt: skip
+            x = x.to(tl.float32)
+            y = y.to(tl.float32)
+            # both columns of a pair turn by the same angle
+            cosine = _table(cos_b, at, valid, first, c_n, HALF, BLOCK_HALF)
+            sine = _table(sin_b, at, valid, first, s_n, HALF, BLOCK_HALF)
+            turned = (x * cosine - y * sine).to(first_q.dtype)
+            s += dot(first_q, tl.trans(turned), PRECISION)
+            turned = (y * cosine + x * sine).to(first_q.dtype)
+            s += dot(second_q, tl.trans(turned), PRECISION)
         if REST > 0:
-            x = _rebuild(
-                left_b, right_h, at, valid, rest, l_n, r_r,
-                REST, RANK, BLOCK_N, BLOCK_REST, BLOCK_RANK, PRECISION,
+            x, y = _rebuild(
+                left_b, right_h, at, valid, rest, rest, l_n, r_r,
+                REST, False, RANK, BLOCK_N, BLOCK_REST, BLOCK_RANK, PRECISION,
             )  # fmt: skip
             s += dot(rest_q, tl.trans(x), PRECISION)
         s = s * scale
@@ -180,9 +194,11 @@ def _lowrank_kernel(  # type: ignore[no-untyped-def]
             other=0.0,
         )
         peak, total, acc = absorb(s, values, peak, total, acc, PRECISION)
+    poisoned = tl.max(outside, 0) > 0
     finish(out, lse, peak, total, acc, poisoned, part, row_head, rows, R, DV, BLOCK_DV)
 
 
+@on_device
 def lowrank_attention(
     q: Tensor,
     left: Tensor,
@@ -204,19 +220,16 @@ def lowrank_attention(
     lse = q.new_empty(batch, query_heads, queries, dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
-    packed = q.reshape(batch, heads, rows, size)
-    packed = packed if packed.stride(3) == 1 else packed.contiguous()
-    indices, cos, sin = indices.contiguous(), cos.contiguous(), sin.contiguous()
-    cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
-    if log_size is not None and log_size.stride(2) != 1:
-        log_size = log_size.contiguous()
-    block_rows = min(64, power(rows))
+    q, indices = rows_last(q), rows_last(indices)
+    cos, sin = (rows_last(x).expand(batch, -1, -1) for x in (cos, sin))
+    log_size = None if log_size is None else rows_last(log_size)
+    block_rows = min(MAX_ROWS, power(rows))
     row_blocks = triton.cdiv(rows, block_rows)
     splits, split_size = split(n, batch * heads * row_blocks, q.device)
 
     def launch(into: Tensor, states: Tensor) -> None:
-        _lowrank_kernel[(splits, batch * heads, row_blocks)](
-            packed,
+        _lowrank_kernel[(splits * row_blocks, batch * heads)](
+            q,
             left,
             right,
             v,
@@ -230,9 +243,9 @@ def lowrank_attention(
             n,
             left.shape[1],
             split_size,
-            bucket(n),
+            bucket(split_size),
             heads,
-            *packed.stride()[:3],
+            *q.stride()[:3],
             *left.stride()[:2],
             *right.stride()[:3],
             *v.stride()[:3],
@@ -240,6 +253,7 @@ def lowrank_attention(
             *cos.stride()[:2],
             *sin.stride()[:2],
             *((0, 0) if log_size is None else log_size.stride()[:2]),
+            Q=queries,
             R=rows,
             D=size,
             DV=value_size,

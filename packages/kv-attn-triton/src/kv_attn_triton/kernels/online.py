@@ -1,4 +1,4 @@
-"""Device functions the attention kernels share: one step of streaming softmax, and its end."""
+"""Device functions the kernels share: their query rows, one step of streaming softmax, its end."""
 
 from __future__ import annotations
 
@@ -14,6 +14,27 @@ def dot(a, b, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
     else:
         product = tl.dot(a, b, input_precision=PRECISION)
     return product
+
+
+@triton.jit
+def place(R: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(part, rows): which split this program streams, for which of the R query rows of its head.
+
+    Programs of one split stand side by side on the first axis of the grid: they share its keys.
+    """
+    blocks: tl.constexpr = (R + ROWS - 1) // ROWS
+    part = tl.program_id(0) // blocks
+    rows = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+    return part, rows
+
+
+@triton.jit
+def query_rows(  # type: ignore[no-untyped-def]
+    q, b, h, rows, q_b, q_h, q_j, Q: tl.constexpr, R: tl.constexpr
+):
+    """Where the packed rows of KV head h start: row g*Q + j is query j of the group's head g."""
+    head = h * (R // Q) + rows // Q
+    return q + b * q_b + head.to(tl.int64) * q_h + (rows % Q).to(tl.int64) * q_j
 
 
 @triton.jit
@@ -44,18 +65,22 @@ def finish(  # type: ignore[no-untyped-def]
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """Stores (out, lse) of one split's rows: zeros and -inf when empty, NaN when poisoned."""
+    """Stores (out, lse) of one split's rows: zeros and -inf when empty, NaN when poisoned.
+
+    The zeros of splits after the first are left out: merging does not read them.
+    """
     dv = tl.arange(0, BLOCK_DV)
     empty = total == 0.0
+    written = (rows < R) & (tl.where(part == 0, 1.0, total) != 0.0)
     total = tl.where(empty, 1.0, total)
     state = tl.where(empty, -float("inf"), peak + tl.log(total))
     acc = acc / total[:, None]
     state = tl.where(poisoned, float("nan"), state)
     acc = tl.where(poisoned, float("nan"), acc)
-    place = (part.to(tl.int64) * tl.num_programs(1) + row_head) * R + rows
-    tl.store(lse + place, state, mask=rows < R)
+    here = (part.to(tl.int64) * tl.num_programs(1) + row_head) * R + rows
+    tl.store(lse + here, state, mask=rows < R)
     tl.store(
-        out + place[:, None] * DV + dv[None, :],
+        out + here[:, None] * DV + dv[None, :],
         acc.to(out.dtype.element_ty),
-        mask=(rows[:, None] < R) & (dv[None, :] < DV),
+        mask=written[:, None] & (dv[None, :] < DV),
     )

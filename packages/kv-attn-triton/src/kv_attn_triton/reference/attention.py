@@ -5,21 +5,26 @@ Two routes give (out, lse):
 `_flash`, torch's fused CPU kernel, which returns lse and takes the packed rows, strided keys and
 a float32 bias broadcast over rows. `_matmul`, two matrix products in float32 around a softmax.
 
-Times on one core of an EPYC with AVX-512 (8 KV heads, 4 query heads each, one query):
+Times on one core of an EPYC with AVX-512 (8 KV heads of D = 128, float32, keys not in the cache):
 
-    D    N        float32 flash / matmul    bfloat16 flash / matmul
-    64   1,000    0.22 / 0.36 ms            0.30 / 0.38 ms
-    64   131,072  78 / 71 ms                51 / 48 ms
-    128  1,000    0.42 / 0.57 ms            0.56 / 0.68 ms
-    128  4,096    3.6 / 3.0 ms              3.0 / 2.8 ms
-    128  131,072  147 / 99 ms               97 / 96 ms
+    rows    N = 1,024          N = 16,384         (flash / matmul)
+    4       0.47 / 0.32 ms     19 / 13 ms
+    8       0.64 / 1.08 ms     22 / 20 ms
+    16      1.12 / 1.37 ms     27 / 30 ms
+    32      2.25 / 2.69 ms     39 / 54 ms
 
-So flash, except for few float32 rows over keys that leave the cache. float16, which the fused
-kernel runs five times slower than bfloat16, always takes `_matmul`.
+bfloat16 at D = 128, four rows: 0.56 / 0.68 ms for 1,000 entries, 97 / 96 ms for 131,072. So flash,
+except for few float32 rows over keys that leave the cache. float16, which the fused kernel runs
+five times slower than bfloat16, always takes `_matmul`.
+
+Both routes hand out work by KV head. Where that leaves threads without any, the keys of each head
+are cut into pieces, which are attended as if they were heads and merged.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
 from itertools import groupby
 
 import torch
@@ -32,7 +37,11 @@ State = tuple[Tensor, Tensor]
 FLASH = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 TILE = 2048  # keys converted to float32 at a time: stays in the L2 cache
 SCORES = 1 << 24  # float32 scores held at a time
-LONG = 1 << 19  # float32 elements of one head's keys past which `_matmul` is the faster one
+LONG = 1 << 18  # float32 elements of one head's keys past which `_matmul` is the faster one
+FEW = 8  # rows up to which that holds
+PIECE = 1024  # entries that are worth a thread of their own
+BLOCK = 1 << 21  # elements per thread of what is gathered and rebuilt at a time
+SQUARE = 64  # causal queries whose own entries are one masked product for the whole group
 
 
 def attention(
@@ -69,22 +78,78 @@ def unpack(state: State, query_heads: int, queries: int) -> State:
     return out.reshape(*shape, size), lse.reshape(shape)
 
 
+def blocks(batch: int, heads: int, elements: int) -> Iterator[tuple[slice, slice]]:
+    """Rows and runs of heads that leave each thread about `BLOCK` elements, `elements` per head.
+
+    What one block makes of gathered rows is then found in the cache by the next step of it.
+    """
+    step = torch.get_num_threads() * max(1, BLOCK // max(1, elements))
+    for b in range(batch):
+        for h in range(0, heads, step):
+            yield slice(b, b + 1), slice(h, h + step)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> State:
     """Packed rows q [B, H, R, D] over every entry of k, v, with bias [B, H, N] added."""
+    pieces = _pieces(q, k, v)
+    if pieces > 1:
+        return _spread(q, k, v, bias, scale, pieces)
     return _route(q, k, v, bias, scale, causal=False)
+
+
+def _pieces(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """Into how many pieces each head's keys are cut so that all threads have equal work."""
+    threads, heads = torch.get_num_threads(), q.shape[0] * q.shape[1]
+    if threads == 1 or heads == 0 or q.device.type != "cpu" or not (folds(k) and folds(v)):
+        return 1
+    # with many heads per thread, a last round in which some wait is cheaper than merging
+    wanted = threads // math.gcd(threads, heads) if heads < 4 * threads else 1
+    return max(1, min(wanted, k.shape[2] // PIECE))
+
+
+def _spread(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, pieces: int
+) -> State:
+    """Pieces of n // pieces entries, attended as heads of their own; the rest apart; merged."""
+    batch, heads, rows, size = q.shape
+    n = k.shape[2]
+    even = n // pieces * pieces
+
+    def cut(x: Tensor) -> Tensor:
+        step = x.stride(1) if heads > 1 else x.stride(0)
+        strides = (step, n // pieces * x.stride(2), x.stride(2), x.stride(3))
+        return x.as_strided((batch * heads, pieces, n // pieces, x.shape[3]), strides)
+
+    each = None if bias is None else bias[:, :, :even].reshape(batch * heads, pieces, -1)
+    shared = q.reshape(batch * heads, 1, rows, size).expand(-1, pieces, -1, -1)
+    out, lse = _route(shared, cut(k), cut(v), each, scale, causal=False)
+    parts = [
+        (o.view(batch, heads, rows, -1), x.view(batch, heads, rows))
+        for o, x in zip(out.unbind(1), lse.unbind(1), strict=True)
+    ]
+    if even < n:
+        last = None if bias is None else bias[:, :, even:]
+        parts.append(_route(q, k[:, :, even:], v[:, :, even:], last, scale, causal=False))
+    return merge_states(parts)
 
 
 def _route(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool
 ) -> State:
-    rows, size = q.shape[2:]
+    """`causal`: as many rows as entries, row i sees entries 0..i."""
     if q.numel() == 0 or k.shape[2] == 0:
         return _empty(q, v.shape[3])
-    long = q.dtype == torch.float32 and rows <= 16 and k.shape[2] * size >= LONG
-    fused = FLASH is not None and q.device.type == "cpu" and q.dtype != torch.float16
-    if fused and v.shape[3] == size and (causal or not long):
+    if _fused(q, k, v):
         return _flash(q, k, v, bias, scale, causal)
-    return _matmul(q, k, v, bias, scale, causal)
+    return _matmul(q, k, v, bias, scale, q.shape[2] if causal else 1)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether torch's fused kernel takes these and is the faster route."""
+    rows, size = q.shape[2:]
+    if FLASH is None or q.device.type != "cpu" or q.dtype == torch.float16 or v.shape[3] != size:
+        return False
+    return q.dtype != torch.float32 or rows > FEW or k.shape[2] * size < LONG
 
 
 def _empty(q: Tensor, value_size: int) -> State:
@@ -95,7 +160,7 @@ def _empty(q: Tensor, value_size: int) -> State:
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool
 ) -> State:
-    """torch's fused kernel. `causal`: as many rows as entries, row i sees entries 0..i."""
+    """torch's fused kernel."""
     mask = None if bias is None else bias.unsqueeze(2)
     out, lse = FLASH(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)  # type: ignore[misc]
     if bias is not None and bool((lse == 0).any()):
@@ -106,12 +171,15 @@ def _flash(
 
 
 def _matmul(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, queries: int
 ) -> State:
-    """scores = q k^T * scale + bias, softmax, times v: in float32, a block of rows at a time."""
+    """scores = q k^T * scale + bias, softmax, times v: in float32, a block of rows at a time.
+
+    Row g*queries + j sees entries up to N - queries + j; all of them if there is one query.
+    """
     batch, heads, rows, _ = q.shape
     n = k.shape[2]
-    if batch > 1 and not (_folds(k) and _folds(v)):
+    if batch > 1 and not (folds(k) and folds(v)):
         # matmul would copy all keys to fold batch and heads into one dimension
         parts = [
             _matmul(
@@ -120,7 +188,7 @@ def _matmul(
                 v[b : b + 1],
                 None if bias is None else bias[b : b + 1],
                 scale,
-                causal,
+                queries,
             )
             for b in range(batch)
         ]
@@ -129,6 +197,13 @@ def _matmul(
     lse = q.new_empty(batch, heads, rows, dtype=torch.float32)
     tile = n if k.dtype == torch.float32 else TILE
     block = max(1, SCORES // (batch * heads * n))
+
+    def times(p: Tensor) -> Tensor:
+        summed = p[..., :tile] @ v[:, :, :tile].float()
+        for i in range(tile, n, tile):
+            summed += p[..., i : i + tile] @ v[:, :, i : i + tile].float()
+        return summed
+
     for start in range(0, rows, block):
         some = q[:, :, start : start + block].float() * scale
         x = some.new_empty(batch, heads, some.shape[2], n)
@@ -136,20 +211,27 @@ def _matmul(
             x[..., i : i + tile] = products(some, k[:, :, i : i + tile])
         if bias is not None:
             x += bias.unsqueeze(2)
-        if causal:
-            row = torch.arange(start, start + x.shape[2], device=q.device)
-            later = torch.arange(n, device=q.device) > row.unsqueeze(-1)
-            x.masked_fill_(later, -torch.inf)
-        peak = x.amax(-1, keepdim=True).clamp_min_(FLOOR)
-        x.sub_(peak).exp_()
-        total = x.sum(-1, keepdim=True)
-        lse[:, :, start : start + block] = (peak + total.log()).squeeze(-1)
-        summed = x[..., :tile] @ v[:, :, :tile].float()
-        for i in range(tile, n, tile):
-            summed += x[..., i : i + tile] @ v[:, :, i : i + tile].float()
-        # total is at least 1 (the peak's own term), or 0 in a row with nothing to attend
-        out[:, :, start : start + block] = summed.div_(total.clamp_min_(1.0))
+        if queries > 1:
+            past = max(n - queries, 0)
+            row = torch.arange(start, start + x.shape[2], device=q.device) % queries
+            later = torch.arange(past, n, device=q.device) > (n - queries + row).unsqueeze(-1)
+            x[..., past:].masked_fill_(later, -torch.inf)
+        part, lse[:, :, start : start + block] = weigh(x, times)
+        out[:, :, start : start + block] = part
     return out, lse
+
+
+def weigh(x: Tensor, times: Callable[[Tensor], Tensor]) -> State:
+    """softmax of scores x [.., R, N], which are overwritten, times values; and their lse.
+
+    times: what multiplies numbers [.., R, N] by the values -> [.., R, Dv].
+    """
+    peak = x.amax(-1, keepdim=True).clamp_min_(FLOOR)
+    x.sub_(peak).exp_()
+    total = x.sum(-1, keepdim=True)
+    lse = (peak + total.log()).squeeze(-1)
+    # total is at least 1 (the peak's own term), or 0 in a row with nothing to attend
+    return times(x).div_(total.clamp_min_(1.0)), lse
 
 
 def products(rows: Tensor, keys: Tensor) -> Tensor:
@@ -163,7 +245,8 @@ def products(rows: Tensor, keys: Tensor) -> Tensor:
     return rows @ keys.float().transpose(-1, -2)
 
 
-def _folds(x: Tensor) -> bool:
+def folds(x: Tensor) -> bool:
+    """Whether batch and heads are one dimension in memory."""
     return x.shape[0] == 1 or x.shape[1] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
 
 
@@ -172,28 +255,43 @@ def _causal(
 ) -> State:
     """The last `queries` entries are the queries' own; query j sees entries up to N - Q + j.
 
-    All earlier entries are one call without a mask, the square of own entries one causal call per
-    query head of the group, which reads keys in place: no mask as wide as the keys, no repeated
-    heads.
+    For the fused kernel all earlier entries are one call without a mask, and the square of own
+    entries another: no mask as wide as the keys, no repeated heads.
     """
     if queries == 1:
         return attend(q, k, v, bias, scale)
-    past = max(k.shape[2] - queries, 0)
-    own = k.shape[2] - past
+    if q.numel() == 0 or k.shape[2] == 0:
+        return _empty(q, v.shape[3])
+    fused = _fused(q, k, v)
+    square = _square if fused and queries > SQUARE else _matmul
+    past = max(k.shape[2] - queries, 0) if fused else 0
+    if past == 0:
+        return square(q, k, v, bias, scale, queries)
+    before, own = (None, None) if bias is None else (bias[:, :, :past], bias[:, :, past:])
+    parts = [
+        attend(q, k[:, :, :past], v[:, :, :past], before, scale),
+        square(q, k[:, :, past:], v[:, :, past:], own, scale, queries),
+    ]
+    return merge_states(parts)
+
+
+def _square(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, queries: int
+) -> State:
+    """Many queries over their own entries: one causal call per query head of the group."""
+    own = k.shape[2]
     batch, heads, rows, _ = q.shape
     group = rows // queries
     out, lse = _empty(q, v.shape[3])
-    head_out = out.view(batch, heads, group, queries, -1)[:, :, :, queries - own :]
-    head_lse = lse.view(batch, heads, group, queries)[:, :, :, queries - own :]
-    head_q = q.view(batch, heads, group, queries, -1)[:, :, :, queries - own :]
-    square = (k[:, :, past:], v[:, :, past:], None if bias is None else bias[:, :, past:])
+    last = slice(queries - own, None)
+    head_out = out.view(batch, heads, group, queries, -1)[:, :, :, last]
+    head_lse = lse.view(batch, heads, group, queries)[:, :, :, last]
+    head_q = q.view(batch, heads, group, queries, -1)[:, :, :, last]
     for g in range(group):
-        head_out[:, :, g], head_lse[:, :, g] = _route(head_q[:, :, g], *square, scale, causal=True)
-    if past == 0:
-        return out, lse
-    before = None if bias is None else bias[:, :, :past]
-    earlier = attend(q, k[:, :, :past], v[:, :, :past], before, scale)
-    return merge_states([earlier, (out, lse)])
+        head_out[:, :, g], head_lse[:, :, g] = _route(
+            head_q[:, :, g], k, v, bias, scale, causal=True
+        )
+    return out, lse
 
 
 def _ragged(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .attention import SCORES, TILE, pack, products
+from .attention import SCORES, TILE, folds, pack, products
 
 FULL = torch.finfo(torch.float32).max
 
@@ -51,6 +51,27 @@ def column_sums(
         if i < end
     ]
     return torch.cat(received, -1)[..., :end]
+
+
+def highest_shares(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """max over the group of `column_sums`, or for one query of its logarithm: [B, H_kv, N].
+
+    The order is the same, and one query of each head needs no exponential beyond the softmax's.
+    """
+    batch, query_heads, queries, _ = q.shape
+    heads, n = k.shape[1], k.shape[2]
+    if queries != 1 or n == 0 or batch * query_heads * n > SCORES or not in_place(k):
+        return column_sums(q, k, mask, scale, False, n).amax(2)
+    x = products(pack(q, heads).float() * scale, k).contiguous()
+    if mask is not None:
+        x.masked_fill_(~mask.unsqueeze(2), -torch.inf)
+    lse = silence(x.logsumexp(-1), mask, None)
+    return x.sub_(lse.unsqueeze(-1)).amax(2)
+
+
+def in_place(k: Tensor) -> bool:
+    """Whether a product over all keys copies none of them: float32, batch and heads one run."""
+    return k.dtype == torch.float32 and folds(k)
 
 
 def silence(lse: Tensor, mask: Tensor | None, own: Tensor | None) -> Tensor:

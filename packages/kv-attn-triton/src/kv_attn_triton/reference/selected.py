@@ -54,11 +54,12 @@ def gather(x: Tensor, indices: Tensor) -> Tensor:
     step = strides[2] // unit
     last = (batch - 1) * strides[0] + (heads - 1) * strides[1] + (n - 1) * strides[2]
     rows = x.as_strided((last // unit + 1, size), (unit, 1))
-    first = _first_rows(batch, heads, strides[0] // unit, strides[1] // unit, x.device)
     flat = indices.clamp_min(0)
     if step != 1:
         flat *= step
-    return rows.index_select(0, flat.add_(first).view(-1)).view(*indices.shape, size)
+    if batch * heads > 1:
+        flat += _first_rows(batch, heads, strides[0] // unit, strides[1] // unit, x.device)
+    return rows.index_select(0, flat.view(-1)).view(*indices.shape, size)
 
 
 @functools.lru_cache(maxsize=128)
