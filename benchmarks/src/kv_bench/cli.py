@@ -5,7 +5,15 @@ from __future__ import annotations
 import click
 
 from kv_bench import __version__
+from kv_bench.decode_step import decode_step
+from kv_bench.lowrank import lowrank
+from kv_bench.memory import memory
 from kv_bench.niah import niah
+from kv_bench.offload import offload
+from kv_bench.policies import policies
+from kv_bench.score import score
+from kv_bench.segment import segment
+from kv_bench.speed import speed
 from kv_integration.cli.errors import Commands
 
 
@@ -15,4 +23,15 @@ def main() -> None:
     """Measure KV-cache methods: one sub-command per benchmark."""
 
 
-main.add_command(niah)
+for command in (
+    niah,
+    decode_step,
+    lowrank,
+    memory,
+    offload,
+    policies,
+    score,
+    segment,
+    speed,
+):
+    main.add_command(command)

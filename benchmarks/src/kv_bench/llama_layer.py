@@ -1,7 +1,6 @@
-"""One layer of Llama-3.1-8B's shape with random weights: what a method's own cost is held against."""
+"""One layer of Llama-3.1-8B's shape and random weights, to hold the cost of methods against."""
 
 from __future__ import annotations
-
 
 import torch
 from transformers import LlamaConfig
@@ -31,7 +30,7 @@ def config() -> LlamaConfig:
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         },
-        attn_implementation="sdpa",
+        attn_implementation="sdpa",  # type: ignore[call-arg]
     )
 
 
@@ -50,7 +49,7 @@ def attention_ms(tokens: int, *, dtype: torch.dtype, device: str = "cpu", rounds
 
 @torch.inference_mode()
 def prefill_ms(tokens: int, *, dtype: torch.dtype, device: str = "cpu", rounds: int = 1) -> float:
-    """The whole layer over a prompt of `tokens`: projections, RoPE, attention, MLP, norms; in ms."""
+    """The whole layer over a prompt of `tokens`: projections, RoPE, attention, MLP; in ms."""
     shape = config()
     layer = LlamaDecoderLayer(shape, 0).to(device, dtype).eval()
     x = torch.randn(1, tokens, WIDTH, device=device, dtype=dtype)

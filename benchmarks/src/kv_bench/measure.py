@@ -168,6 +168,8 @@ def _cpu() -> str:
 def _text(value: object) -> str:
     if value is None:
         return ""
-    return f"{value:,.3g}" if isinstance(value, float) and abs(value) < 1000 else (
-        f"{value:,.0f}" if isinstance(value, int | float) else str(value)
+    return (
+        f"{value:,.3g}"
+        if isinstance(value, float) and abs(value) < 1000
+        else (f"{value:,.0f}" if isinstance(value, int | float) else str(value))
     )

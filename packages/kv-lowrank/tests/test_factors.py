@@ -133,6 +133,21 @@ def test_similarity_of_the_same_and_of_orthogonal_spaces(batch, rank, extra, see
     torch.testing.assert_close(subspace_similarity(one, other), 0 * ones, atol=1e-4, rtol=0)
 
 
+@given(st.integers(1, 400), st.sampled_from([torch.bfloat16, torch.float16]), seeds)
+def test_half_precision_accumulates_in_float32(rank, dtype, seed):
+    # Terms that cancel: sums kept in half precision would be off by their largest partial sum.
+    one, other = normal(seed, 4, rank), normal(seed + 1, rank, 8)
+    left = torch.cat((one, -one, 0.01 * one), -1).to(dtype)
+    right = torch.cat((other, other, other)).to(dtype)
+    exact = left.double() @ right.double()
+    partial = left.double().abs() @ right.double().abs()
+    slack = exact.abs() * torch.finfo(dtype).eps + partial * 1e-5 + torch.finfo(dtype).tiny
+    factors = LowRank(left, right)
+    assert ((rows(factors, torch.arange(4)).double() - exact).abs() <= slack).all()
+    coordinates = project(LowRank(left.new_zeros(4, 8), right.mT.contiguous()), left)
+    assert ((coordinates.double() - exact).abs() <= slack).all()
+
+
 F = LowRank(torch.zeros(2, 5, 3), torch.zeros(2, 3, 8))
 IDS = torch.zeros(2, 4, dtype=torch.int64)
 

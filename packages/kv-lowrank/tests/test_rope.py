@@ -8,7 +8,7 @@ from common import normal, seeds
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_lowrank import rotate, unrotate
+from kv_lowrank import rope, rotate, unrotate
 
 layouts = st.sampled_from(["half", "interleaved"])
 tables = st.sampled_from([None, "half", "interleaved", "single"])
@@ -110,6 +110,27 @@ def test_tables_of_every_rank_agree(shape, pairs, layout, seed):
         view = [part.expand(*lead, *part.shape) for part in (cos, sin)]
         assert torch.equal(rotate(x, *view, layout=layout), flat)
     assert torch.equal(rotate(x[0], cos, sin, layout=layout), flat[0])
+
+
+@given(shapes, halves, st.integers(0, 2), layouts, st.integers(1, 40), seeds)
+def test_blocks_do_not_change_the_result(shape, pairs, rest, layout, block, seed):
+    x = normal(seed, *shape, 2 * pairs + rest)
+    for rows in {1, shape[2]}:  # one row of the table for all tokens, or one for each
+        cos, sin = table_of(angles_of(seed + 1, rows, pairs), layout)
+        for function in (rotate, unrotate):
+            whole = function(x, cos, sin, layout=layout)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(rope, "_BLOCK", block)
+                leaf = x.clone().requires_grad_()
+                parts = function(leaf, cos, sin, layout=layout)
+            assert torch.equal(parts, whole)
+            parts.sum().backward()
+            wanted = torch.ones_like(x)
+            back = unrotate if function is rotate else rotate
+            # A rotation's transpose is its inverse.
+            torch.testing.assert_close(
+                leaf.grad, back(wanted, cos, sin, layout=layout), atol=1e-5, rtol=1e-5
+            )
 
 
 X, C = torch.zeros(2, 3, 5, 8), torch.zeros(2, 5, 8)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from common import dtypes, normal, precision, seeds
+from common import dtypes, normal, precision, seeds, spectrum
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +17,7 @@ from kv_lowrank import (
     span_svd,
     stored_numbers,
 )
+from kv_lowrank import spans as spans_module
 
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(0, 40), st.integers(1, 8))
 ranks = st.integers(1, 10)
@@ -163,6 +164,45 @@ def test_stored_numbers_count_kept_components(shape, max_rank, true_rank, seed):
                 assert cut[row, head, k].item() == sum(value > 1 for value in sigma) * size
 
 
+@given(st.integers(4, 24), st.integers(4, 12), st.floats(0.05, 0.99), st.booleans(), seeds)
+def test_bases_stay_orthonormal_however_fast_the_spectrum_falls(tokens, width, decay, tall, seed):
+    # Spans of falling and of flat spectrum in one call.
+    steep = spectrum(seed, (), tokens, width, decay).float()
+    flat = spectrum(seed + 1, (), tokens, width, 0.99).float()
+    x = torch.cat((steep, flat, steep))[None, None]
+    if tall:
+        x = x.repeat_interleave(4, 2)
+    step = x.shape[2] // 3
+    spans = span_svd(x, torch.arange(4) * step, width)
+    for k in range(3):
+        part = x[0, 0, k * step : (k + 1) * step].double()
+        sigma = torch.linalg.svdvals(part)
+        got = spans.sigma[0, 0, k].double()
+        some = got > 0
+        wanted = sigma.where(sigma > 1e-6 * sigma[0], 0.0)
+        torch.testing.assert_close(got, wanted, atol=3e-6 * sigma[0].item(), rtol=0)
+        right, left = spans.right[0, 0, k], spans.left[0, 0, k * step : (k + 1) * step]
+        torch.testing.assert_close(right @ right.mT, some.float().diag(), atol=1e-5, rtol=0)
+        torch.testing.assert_close(left.mT @ left, some.float().diag(), atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            product(spans, 0, 0, k, k * step, (k + 1) * step), part, atol=1e-5, rtol=0
+        )
+
+
+@given(shapes, ranks, st.integers(1, 60), seeds)
+def test_slabs_do_not_change_the_spans(shape, max_rank, slab, seed):
+    x, offsets = normal(seed, *shape), cuts(seed, shape[0], shape[2])
+    whole = span_svd(x, offsets, max_rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spans_module, "_SLAB", slab)
+        parts = span_svd(x, offsets, max_rank)
+    torch.testing.assert_close(parts.sigma, whole.sigma, atol=1e-5, rtol=1e-5)
+    indices = torch.arange(offsets.shape[-1] - 1).expand(*shape[:2], -1)
+    one, other = (span_rows(each, indices)[0] for each in (whole, parts))
+    lost = [each.square().sum((-2, -1)) for each in (one, other)]
+    torch.testing.assert_close(*lost, atol=1e-4, rtol=1e-4)
+
+
 @given(st.integers(1, 200), st.integers(1, 3), seeds)
 def test_zero_and_constant_spans(tokens, width, seed):
     spans = span_svd(torch.zeros(1, 1, tokens, width), torch.tensor([0, tokens]), 4)
@@ -214,6 +254,7 @@ X, OFFSETS = torch.zeros(2, 1, 4, 3), torch.tensor([0, 2, 4])
         (X, OFFSETS + 1, 2, ValueError, "offsets must lie within 0 and T = 4, got 1 to 5"),
         (X, OFFSETS[:2], 2, ValueError, "offsets must begin at 0 and end at T = 4, got 0 to 2"),
         (X, OFFSETS, 0, ValueError, "max_rank must be at least 1, got 0"),
+        (X, OFFSETS, -2, ValueError, "max_rank must be at least 1, got -2"),
         (X / 0, OFFSETS, 2, ValueError, "x must be finite, got values from nan"),
         (X, OFFSETS.to("meta"), 2, ValueError, "offsets must be on cpu like"),
     ],

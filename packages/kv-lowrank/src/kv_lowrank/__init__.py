@@ -8,6 +8,7 @@ from kv_lowrank.factors import (
     split_heads,
     subspace_similarity,
 )
+from kv_lowrank.packed import PackedSpans, pack_spans, packed_rows, take_spans
 from kv_lowrank.rope import rotate, unrotate
 from kv_lowrank.spans import SpanFactors, apply_gates, span_rows, span_svd, stored_numbers
 from kv_lowrank.spectrum import effective_rank, gated_error, rank_for_energy
@@ -17,11 +18,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LowRank",
+    "PackedSpans",
     "SpanFactors",
     "apply_gates",
     "choose_method",
     "effective_rank",
     "gated_error",
+    "pack_spans",
+    "packed_rows",
     "project",
     "rank_for_energy",
     "rotate",
@@ -32,6 +36,7 @@ __all__ = [
     "split_heads",
     "stored_numbers",
     "subspace_similarity",
+    "take_spans",
     "truncated_svd",
     "unrotate",
 ]

@@ -42,6 +42,12 @@ def check_positive(name: str, value: object) -> None:
         raise ValueError(f"{name} must be at least 1, got {value}")
 
 
+def check_threshold(value: float) -> None:
+    """`threshold` is not negative and not NaN."""
+    if not value >= 0:
+        raise ValueError(f"threshold must not be negative, got {value}")
+
+
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """`value` is one of `choices`."""
     if value not in choices:

@@ -13,6 +13,8 @@ from kv_lowrank._checks import check_choice, check_device, check_floating
 Layout: TypeAlias = Literal["half", "interleaved"]
 Table: TypeAlias = Literal["half", "interleaved", "single"]
 
+_BLOCK = 1 << 18  # numbers that are turned at a time
+
 
 def rotate(
     x: Float[Tensor, "*shape d"],
@@ -38,8 +40,8 @@ def rotate(
     Raises ValueError or TypeError for wrong shapes, dtypes, devices, `layout`, `table`.
     Source: Su et al. 2021, Eq. 34; transformers' `apply_rotary_pos_emb`.
     """
-    first, second, c, s = _pairs(x, cos, sin, layout, table)
-    return _joined(x, first * c - second * s, second * c + first * s, layout)
+    c, s = _tables(x, cos, sin, layout, table)
+    return _turned(x, c, s, layout)
 
 
 def unrotate(
@@ -56,18 +58,17 @@ def unrotate(
     Shapes, options and errors as in `rotate`; a table with cos = sin = 0 somewhere raises
     ValueError (looking for it reads the table). Source: ShadowKV section 3.1 (pre-RoPE keys).
     """
-    first, second, c, s = _pairs(x, cos, sin, layout, table)
+    c, s = _tables(x, cos, sin, layout, table)
     scale = c.square() + s.square()
     if bool((scale == 0).any()):
         raise ValueError("cos and sin must not both be 0: such a rotation cannot be undone")
-    c, s = c / scale, s / scale
-    return _joined(x, first * c + second * s, second * c - first * s, layout)
+    return _turned(x, c / scale, -s / scale, layout)
 
 
-def _pairs(
+def _tables(
     x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, table: Table | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Both channels of each pair, and its cosine and sine, all [..., R/2]."""
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each pair [..., R/2], as many dimensions as x has or fewer."""
     check_floating("x", x, least=2)
     check_choice("layout", layout, ("half", "interleaved"))
     table = layout if table is None else table
@@ -91,10 +92,33 @@ def _pairs(
     if missing < 0 or any(size not in (1, want) for size, want in sizes):
         raise ValueError(f"cos of shape {tuple(cos.shape)} does not fit x {tuple(x.shape)}")
     work = torch.promote_types(x.dtype, torch.float32)
-    first, second = _split(x[..., :turned].to(work), layout)
     if table != "single":
         cos, sin = _split(cos, table)[0], _split(sin, table)[0]
-    return first, second, cos.to(work), sin.to(work)
+    return cos.to(work), sin.to(work)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    """Every pair turned; on the CPU a block of tokens at a time, so that it stays in the cache."""
+    if x.device.type != "cpu" or x.numel() <= _BLOCK:
+        return _turn(x, cos, sin, layout)
+    out = torch.empty_like(x)
+    tokens = x.shape[-2]
+    step = max(1, _BLOCK * tokens // x.numel())
+    for start in range(0, tokens, step):
+        part = slice(start, start + step)
+        c, s = (each if each.shape[-2] == 1 else each[..., part, :] for each in (cos, sin))
+        out[..., part, :] = _turn(x[..., part, :], c, s, layout)
+    return out
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    """(a, b) -> (a cos - b sin, b cos + a sin), in the dtype of x; further channels pass."""
+    turned = 2 * cos.shape[-1]
+    first, second = _split(x[..., :turned].to(cos.dtype), layout)
+    pair = first * cos - second * sin, second * cos + first * sin
+    mixed = torch.cat(pair, -1) if layout == "half" else torch.stack(pair, -1).flatten(-2)
+    mixed = mixed.to(x.dtype)
+    return torch.cat((mixed, x[..., turned:]), -1) if turned < x.shape[-1] else mixed
 
 
 def _split(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
@@ -102,14 +126,3 @@ def _split(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     if layout == "half":
         return x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
     return x[..., 0::2], x[..., 1::2]
-
-
-def _joined(x: Tensor, first: Tensor, second: Tensor, layout: Layout) -> Tensor:
-    """The pairs back in their places, in the dtype of x, with the channels that did not turn."""
-    if layout == "half":
-        turned = torch.cat((first, second), -1)
-    else:
-        turned = torch.stack((first, second), -1).flatten(-2)
-    rest = x[..., turned.shape[-1] :]
-    turned = turned.to(x.dtype)
-    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -16,9 +17,11 @@ from kv_lowrank._checks import (
     check_indices,
     check_offsets,
     check_positive,
+    check_threshold,
 )
+from kv_lowrank._small_svd import small_svds
 
-_SMALLEST = 1e-6  # of a span's largest singular value: anything below is rounding, and held as 0
+_SLAB = 1 << 19  # numbers of x that are solved at a time: what they take beside x stays small
 
 
 class SpanFactors(NamedTuple):
@@ -69,9 +72,11 @@ def span_svd(
     dtype = x.dtype if dtype is None else dtype
     left = x.new_zeros(batch, heads, tokens, rank, dtype=dtype)
     sigma = x.new_zeros(batch, heads, spans, rank, dtype=torch.float32)
-    right = x.new_zeros(batch, heads, spans, rank, width, dtype=dtype)
+    right = x.new_empty(batch, heads, spans, rank, width, dtype=dtype)
+    empty_row, empty_span = (offsets.diff(dim=-1) == 0).nonzero(as_tuple=True)
+    right[empty_row, :, empty_span] = 0.0
     head = torch.arange(heads, device=x.device)[:, None]
-    for length, members in buckets.items():
+    for length, members in _slabs(buckets, heads * width):
         row, span = torch.tensor(members, device=x.device).unbind(1)
         token = offsets[row, span, None] + torch.arange(length, device=x.device)
         real = token < offsets[row, span + 1, None]
@@ -79,12 +84,14 @@ def span_svd(
         block = x[row[:, None, None], head, place[:, None]]  # [n, H, length, D]
         block.masked_fill_(~real[:, None, :, None], 0.0)
         check_finite("x", block)
-        u, s, vh = _decompose(block.double(), min(rank, length, width))
+        u, s, vh = small_svds(block.flatten(0, 1), rank)
         kept = s.shape[-1]
+        u, s, vh = (part.unflatten(0, (-1, heads)) for part in (u, s, vh))
         member, step = real.nonzero(as_tuple=True)
         left[row[member], :, token[real], :kept] = u[member, :, step].to(dtype)
         sigma[row, :, span, :kept] = s.float()
         right[row, :, span, :kept] = vh.to(dtype)
+        right[row, :, span, kept:] = 0.0
     return SpanFactors(left, sigma, right, offsets, longest)
 
 
@@ -143,8 +150,7 @@ def stored_numbers(spans: SpanFactors, *, threshold: float = 0.0) -> Int64[Tenso
     Shapes: int64[B, H, S]. `threshold` is not negative; after `apply_gates` it is on m_i sigma_i.
     Raises ValueError for a negative threshold. Source: SeKV section 3.2 and Eq. 18.
     """
-    if not threshold >= 0:
-        raise ValueError(f"threshold must not be negative, got {threshold}")
+    check_threshold(threshold)
     kept = (spans.sigma > threshold).sum(-1)
     return kept * (spans.offsets.diff(dim=-1)[:, None] + spans.right.shape[-1] + 1)
 
@@ -161,19 +167,11 @@ def _buckets(offsets: Tensor) -> dict[int, list[tuple[int, int]]]:
     return dict(buckets)
 
 
-def _decompose(x: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """u [.., L, r], sigma [.., r], vh [.., r, D] of float64 x [.., L, D], by its smaller side."""
-    tall = x.shape[-2] > x.shape[-1]
-    _, vectors = torch.linalg.eigh(x.mT @ x if tall else x @ x.mT)
-    vectors = vectors[..., -rank:].flip(-1)
-    if tall:
-        u, vh, axis = x @ vectors, vectors.mT, -2
-    else:
-        u, vh, axis = vectors, vectors.mT @ x, -1
-    product = u if tall else vh  # the side that still carries sigma
-    sigma = product.norm(dim=axis)
-    sigma *= sigma > _SMALLEST * sigma[..., :1]
-    present = sigma > 0
-    product.div_(torch.where(present, sigma, torch.inf).unsqueeze(axis))
-    (vectors if tall else u).mul_(present[..., None, :])
-    return u, sigma, vh
+def _slabs(
+    buckets: dict[int, list[tuple[int, int]]], row_numbers: int
+) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+    """The buckets in parts of about `_SLAB` numbers, `row_numbers` to a token."""
+    for length, members in buckets.items():
+        count = max(1, _SLAB // max(1, length * row_numbers))
+        for start in range(0, len(members), count):
+            yield length, members[start : start + count]

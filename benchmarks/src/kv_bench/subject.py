@@ -1,0 +1,61 @@
+"""What efficiency is measured on: the embedded model or random weights of a shape; real text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from kv_integration import haystack
+from kv_integration.cli.inputs import Loaded, load_model
+from kv_integration.embedded import model_path
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-1b": {  # meta-llama/Llama-3.2-1B
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+    },
+    "wide-kv": {  # keys and values outweigh everything else that a prefill holds
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+}
+
+
+def load(shape: str, *, layers: int | None, dtype: torch.dtype) -> Loaded:
+    """The embedded model, or one with random weights; the tokenizer is the embedded one's.
+
+    layers: fewer than the shape has, for a shorter run; None for all.
+    """
+    if shape == "embedded":
+        loaded = load_model(None, dtype=str(dtype).removeprefix("torch."), device="cpu")
+        return loaded
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    torch.manual_seed(0)
+    own = SHAPES[shape] | ({} if layers is None else {"num_hidden_layers": layers})
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=131072,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        eos_token_id=None,
+        **own,
+    )
+    model: PreTrainedModel = LlamaForCausalLM(config)
+    model.to(dtype).eval()  # type: ignore[arg-type]
+    return Loaded(model, tokenizer, model_path())
+
+
+def prose(loaded: Loaded, tokens: int) -> torch.Tensor:
+    """int64[1, tokens] of real prose, from the start again where it is too short."""
+    text = "\n\n".join(haystack.topics(held_out=True))
+    ids = torch.tensor(loaded.tokenizer(text, add_special_tokens=False).input_ids)
+    return ids.repeat(-(-tokens // len(ids)))[:tokens][None]

@@ -1,0 +1,34 @@
+"""Singular value decompositions of many small matrices at once, by the Gram matrix of their smaller
+side."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_SMALLEST = 1e-6  # of a matrix' largest singular value: anything below is rounding, and held as 0
+
+
+def small_svds(x: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """u [N, L, R], sigma [N, R] and vh [N, R, D] of x [N, L, D] in float64, R = min(rank, L, D).
+
+    float64, whatever x is in: squaring a matrix halves the digits that are left of its small
+    singular values, and caches have a mean that outweighs everything else by far. Components below
+    `_SMALLEST` are 0 in all three.
+    """
+    x = x.double()
+    rank = min(rank, *x.shape[1:])
+    tall = x.shape[-2] > x.shape[-1]
+    _, vectors = torch.linalg.eigh(x.mT @ x if tall else x @ x.mT)
+    vectors = vectors[..., -rank:].flip(-1)
+    if tall:
+        u, vh, axis = x @ vectors, vectors.mT, -2
+    else:
+        u, vh, axis = vectors, vectors.mT @ x, -1
+    product = u if tall else vh  # the side that still carries sigma
+    sigma = product.norm(dim=axis)
+    sigma *= sigma > _SMALLEST * sigma[..., :1]
+    present = sigma > 0
+    product.div_(torch.where(present, sigma, torch.inf).unsqueeze(axis))
+    (vectors if tall else u).mul_(present[..., None, :])
+    return u, sigma, vh
