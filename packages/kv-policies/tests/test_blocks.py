@@ -167,6 +167,11 @@ ok, cuts = torch.zeros(1, 1, 4), torch.tensor([0, 2, 4])
     ("args", "options", "error", "message"),
     [
         ((ok - 1, cuts, 2), {}, ValueError, r"at least 0 or -inf, got -1.0 at \(0, 0, 0\)"),
+        ((ok.int(), cuts, 2), {}, TypeError, "scores must be floating point, got torch.int32"),
+        ((ok[0], cuts, 2), {}, ValueError, r"scores .*\[B, H, N\].* got \[1, 4\]"),
+        ((ok, cuts, 2), {"delta": math.nan}, ValueError, "delta .* got nan"),
+        ((ok, cuts, 1.0), {}, TypeError, "budget must be an int, got 1.0"),
+        ((ok, torch.tensor([0, 2, 5]), 2), {}, ValueError, r"end at 4 .* got \[0, 2, 5\]"),
         ((ok / 0, cuts, 2), {}, ValueError, "scores must be finite or -inf, got nan"),
         ((ok, cuts, -2), {}, ValueError, "budget must be at least 0, got -2"),
         ((ok, cuts, 2), {"max_block": 0}, ValueError, "max_block must be at least 1, got 0"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kv_policies as kp
-from kv_policies import clusters
+from kv_policies import clusters, threshold
 
 thetas = st.floats(-0.99, 0.999).map(lambda v: round(v, 3))
 
@@ -101,7 +101,7 @@ def test_blocks_and_slabs_do_not_show(case: Case, theta: float, block: int, slab
         expected_of(rows, cuts, theta, ok)
     expected = kp.greedy_clusters(keys, offsets, theta, valid=valid)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clusters, "_BLOCK", block)
+        patch.setattr(clusters, "_TILE", block)
         patch.setattr(clusters, "_SLAB", slab)
         assert torch.equal(kp.greedy_clusters(keys, offsets, theta, valid=valid), expected)
 
@@ -145,6 +145,76 @@ def test_a_row_and_head_equal_themselves_alone(case: Case, theta: float) -> None
         own = torch.tensor(sorted(set(cuts)))
         alone = kp.greedy_clusters(rows[None, None], own, theta, valid=valid[i : i + 1])
         assert torch.equal(alone[0, 0], got[i, j])
+
+
+layouts = st.sampled_from(["tokens first", "part of a buffer", "every other", "dimension first"])
+
+
+def laid_out(keys: Tensor, layout: str) -> Tensor:
+    """The same numbers in other strides; NaN where nothing belongs to them."""
+    if layout == "tokens first":
+        return keys.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "dimension first":
+        return keys.mT.contiguous().mT
+    b, h, t, d = keys.shape
+    buffer = keys.new_full((b + 1, h + 1, 2 * t + 3, d + 2), math.nan)
+    step = 2 if layout == "every other" else 1
+    view = buffer[1:, 1:, 1 : 1 + step * t : step, 1 : d + 1]
+    view.copy_(keys)
+    return view
+
+
+@given(cases(), thetas, layouts)
+def test_strides_do_not_show(case: Case, theta: float, layout: str) -> None:
+    keys, offsets, valid = case
+    expected = kp.greedy_clusters(keys, offsets, theta, valid=valid)
+    view = laid_out(keys, layout)
+    assert torch.equal(kp.greedy_clusters(view, offsets, theta, valid=valid), expected)
+
+
+@given(cases(), thetas)
+def test_keys_that_are_shared_need_no_copies(case: Case, theta: float) -> None:
+    keys, offsets, valid = case
+    shared = keys[:1, :1].expand(keys.shape)
+    got = kp.greedy_clusters(shared, offsets, theta, valid=valid)
+    assert torch.equal(got, kp.greedy_clusters(shared.clone(), offsets, theta, valid=valid))
+
+
+@given(cases(), thetas, st.sampled_from([torch.bfloat16, torch.float16, torch.float64]))
+def test_other_dtypes_give_what_their_float32_gives(
+    case: Case, theta: float, dtype: torch.dtype
+) -> None:
+    keys, offsets, valid = case
+    keys = keys.to(dtype)
+    expected = kp.greedy_clusters(keys.float(), offsets, theta, valid=valid)
+    assert torch.equal(kp.greedy_clusters(keys, offsets, theta, valid=valid), expected)
+
+
+@given(cases(), thetas)
+def test_padding_is_never_read(case: Case, theta: float) -> None:
+    keys, offsets, valid = case
+    poisoned = keys.masked_fill(~valid[:, None, :, None], math.nan)
+    expected = kp.greedy_clusters(keys, offsets, theta, valid=valid)
+    assert torch.equal(kp.greedy_clusters(poisoned, offsets, theta, valid=valid), expected)
+    found = kp.threshold_for_budget(poisoned, offsets, 3, steps=3, valid=valid)
+    for one, other in zip(
+        found, kp.threshold_for_budget(keys, offsets, 3, steps=3, valid=valid), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+def test_no_copy_of_the_whole_cache() -> None:
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(1, 2048, 16, 256, generator=generator).transpose(1, 2)
+    offsets = torch.tensor([0, *range(5, 1000, 9), 1300, 2048])
+    with torch.profiler.profile(profile_memory=True) as run:
+        kp.greedy_clusters(keys, offsets, 0.1)
+    events = (e for e in run.profiler.kineto_results.events() if e.name() == "[memory]")
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    assert 0 < peak < keys.nbytes / 2
 
 
 def test_a_chunk_of_many_blocks() -> None:
@@ -219,6 +289,22 @@ def test_the_threshold_meets_the_budget_or_says_by_how_much_not(
     assert (found.theta[fits] == 1).all()
 
 
+@given(cases(), st.integers(0, 30), st.integers(0, 200))
+def test_what_is_kept_between_steps_does_not_show(case: Case, budget: int, keep: int) -> None:
+    keys, offsets, valid = case
+    expected = kp.threshold_for_budget(keys, offsets, budget, steps=4, valid=valid)
+
+    def limited(*args: Any, **_: Any) -> clusters.Chunks:
+        return clusters.Chunks(*args, keep=keep)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threshold, "Chunks", limited)
+        patch.setattr(clusters, "_TILE", 8)
+        got = kp.threshold_for_budget(keys, offsets, budget, steps=4, valid=valid)
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other)
+
+
 @given(cases(), st.integers(0, 30), st.integers(0, 30))
 def test_the_threshold_never_falls_when_the_budget_grows(case: Case, one: int, other: int) -> None:
     keys, offsets, valid = case
@@ -264,6 +350,24 @@ seeds = torch.tensor([[[0, 0, 2, 2]]])
             "own seed, got 1",
         ),
         (lambda: kp.merge(keys, keys.to("meta"), seeds), ValueError, "values .*cpu, got meta"),
+        (lambda: kp.merge(keys, keys, seeds.to("meta")), ValueError, "seeds .*cpu, got meta"),
+        (lambda: kp.merge(keys.int(), keys, seeds), TypeError, "keys must be floating point"),
+        (lambda: kp.merge(keys, keys.int(), seeds), TypeError, "values must be floating point"),
+        (lambda: kp.merge(keys, keys, seeds - 3), ValueError, r"in \[-1, 4\), got -3 at"),
+        (
+            lambda: kp.greedy_clusters(keys, cuts, torch.ones(1, 1, device="meta")),
+            ValueError,
+            "theta must be on the device of keys, cpu, got meta",
+        ),
+        (
+            lambda: kp.greedy_clusters(keys, cuts, torch.tensor([[math.nan]])),
+            ValueError,
+            r"theta must be in \[-1, 1\], got nan at \(0, 0\)",
+        ),
+        (lambda: kp.greedy_clusters(keys, cuts, -1.01), ValueError, "theta .* got -1.01"),
+        (lambda: kp.greedy_clusters(keys, cuts, math.nan), ValueError, "theta .* got nan"),
+        (lambda: kp.greedy_clusters(keys, cuts.int(), 0.5), TypeError, "offsets .*torch.int32"),
+        (lambda: kp.threshold_for_budget(keys, cuts, 1.5), TypeError, "budget .* got 1.5"),
         (lambda: kp.threshold_for_budget(keys, cuts, -1), ValueError, "budget .* got -1"),
         (lambda: kp.threshold_for_budget(keys, cuts, 1, steps=-1), ValueError, "steps .* got -1"),
     ],
@@ -271,3 +375,25 @@ seeds = torch.tensor([[[0, 0, 2, 2]]])
 def test_refuses(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("cluster", [kp.greedy_clusters, kp.threshold_for_budget])
+@pytest.mark.parametrize(
+    ("args", "valid", "message"),
+    [
+        ((keys, torch.tensor([0, 3, 2, 4])), None, r"increasing, got \[0, 3, 2, 4\]"),
+        ((keys, cuts.to("meta")), None, "offsets must be on the device of keys, cpu, got meta"),
+        (
+            (keys, cuts),
+            torch.ones(1, 4, dtype=torch.bool, device="meta"),
+            "valid must be on the device of keys, cpu, got meta",
+        ),
+        ((keys * math.inf, cuts), None, r"keys .* got inf at \(0, 0, 0, 0\)"),
+        ((keys * 1e20, cuts), None, r"keys .* at most 1e\+17 in magnitude, got 1.*e\+20"),
+        ((keys[0], cuts), None, r"keys must have shape .* got \[1, 4, 2\]"),
+    ],
+)
+def test_both_refuse(cluster: Any, args: Any, valid: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cluster(*args, 1, valid=valid)

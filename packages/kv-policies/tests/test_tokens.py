@@ -183,6 +183,17 @@ flat = torch.zeros(1, 1, 2)
             r"starts must have shape \[B\] = \[any\], got \[1, 1\]",
         ),
         (
+            lambda: kp.keep_sinks(4, 1, starts=torch.tensor([0, 5])),
+            ValueError,
+            r"starts must be in \[0, 4\], got 5 at \(1,\)",
+        ),
+        (
+            lambda: kp.stream_window(4, 1, starts=torch.tensor([-1])),
+            ValueError,
+            r"starts must be in \[0, 4\], got -1 at \(0,\)",
+        ),
+        (lambda: kp.top_tokens(flat, 1, protected=[True]), TypeError, "protected .* got list"),
+        (
             lambda: kp.stream_window(4, 1, starts=torch.zeros(1)),
             TypeError,
             "starts must be torch.int64, got torch.float32",

@@ -65,102 +65,122 @@ def adaptive_blocks(
 
     mask = top_mask(keys, budget)
     if delta < 1:  # at 1 only token-level selection loses nothing
-        flat = mask.view(-1)
-        for segments in _by_width(keys, mask, table, max_block):
-            _search(segments, max_block, delta, flat)
+        flat = torch.nn.functional.pad(mask.reshape(-1), (0, 1))  # the last one is for padding
+        for segments, position in _by_width(keys, mask, table, max_block, delta):
+            found = _search(segments, flat[position], max_block)
+            flat.scatter_(0, position.view(-1), (found & (segments.allowed > 0)).view(-1))
+        mask = flat[:-1].view(mask.shape)
     return indices_of(mask, min(budget, keys.shape[-1]))
 
 
 class _Segments(NamedTuple):
     """P segments of similar length, those with the largest quota first, padded to W positions."""
 
+    place: Tensor  # [P] 0 .. P - 1
     quota: Tensor  # [P] tokens to keep
-    best: Tensor  # [P] float64, score of the best quota tokens
-    score: Tensor  # [P, W] 0 where not allowed
-    allowed: Tensor  # [P, W]
-    position: Tensor  # [P, W] in the flat [B * H * N]
+    least: Tensor  # [P] float64, score that blocks must keep
+    score: Tensor  # [P, W] float64, 0 where not allowed
+    allowed: Tensor  # [P, W] float64, 1 or 0
+
+    def first(self, n: int) -> _Segments:
+        return _Segments(*(t[:n] for t in self))
+
+    def at(self, numbers: Tensor) -> _Segments:
+        return _Segments(*(t.index_select(0, numbers) for t in self))
 
 
-def _by_width(keys: Tensor, mask: Tensor, table: Tensor, max_block: int) -> Iterator[_Segments]:
-    """Segments that keep at least two tokens but not all: for the others any block size agrees."""
+def _by_width(
+    keys: Tensor, mask: Tensor, table: Tensor, max_block: int, delta: float
+) -> Iterator[tuple[_Segments, Tensor]]:
+    """Segments that keep at least two tokens but not all: for the others any block size agrees.
+
+    With them come their positions [P, W] in the flat [B * H * N], the end of it for padding.
+    """
     b, h, n = keys.shape
     at = table[:, None].expand(b, h, -1)
 
     def per_segment(x: Tensor) -> Tensor:
-        counted = torch.nn.functional.pad(x.cumsum(-1), (1, 0))
+        counted = torch.nn.functional.pad(x.cumsum(-1, dtype=torch.int32), (1, 0))
         return counted.gather(-1, at).diff(dim=-1).reshape(-1)
 
     allowed = keys > -math.inf
     quota, available = per_segment(mask), per_segment(allowed)
     length = at.diff(dim=-1).reshape(-1)
+    flat_keys, flat_mask = (
+        torch.nn.functional.pad(x.reshape(-1), (0, 1), value=none)
+        for x, none in ((keys, -math.inf), (mask, False))
+    )
     row_start = torch.arange(b * h, device=keys.device).mul(n).view(b, h, 1)
     first = (at[..., :-1] + row_start).reshape(-1)
-    open_ = (quota >= 2) & (quota < available)
-    width = 2 ** (length - 1).clamp(min=_NARROWEST - 1).double().log2().floor().long().add(1)
-    score = torch.where(allowed, keys, 0.0).view(-1)
-    for w in width[open_].unique().tolist():
-        chosen = (open_ & (width == w)).nonzero()[:, 0]
-        chosen = chosen[quota[chosen].argsort(descending=True, stable=True)]
+    chosen = ((quota >= 2) & (quota < available)).nonzero()[:, 0]
+    chosen = chosen[quota[chosen].argsort(descending=True, stable=True)]
+    width = 2 ** (length[chosen] - 1).clamp(min=_NARROWEST - 1).double().log2().floor().long() * 2
+    for w in width.unique().tolist():
+        own = chosen[width == w]
+        # Blocks that begin in a segment may end after it.
         inner = torch.arange(w + min(max_block, w), device=keys.device)
-        inside = inner < length[chosen, None]
-        position = torch.where(inside, first[chosen, None] + inner, 0)
-        scores = score[position] * inside
-        best = (scores * mask.view(-1)[position]).sum(-1, dtype=torch.float64)
-        inside &= allowed.view(-1)[position]
-        yield _Segments(quota[chosen], best, scores, inside, position)
+        inside = inner < length[own, None]
+        position = torch.where(inside, first[own, None] + inner, keys.numel())
+        score = flat_keys[position].double()
+        inside = score > -math.inf
+        score.masked_fill_(~inside, 0.0)
+        least = delta * (score * flat_mask[position]).sum(-1)
+        place = torch.arange(len(own), device=keys.device)
+        yield _Segments(place, quota[own].long(), least, score, inside.double()), position
 
 
-def _search(segments: _Segments, max_block: int, delta: float, flat: Tensor) -> None:
-    """Try block sizes from the longest down; write what is accepted to the mask `flat`."""
+def _search(segments: _Segments, found: Tensor, max_block: int) -> Tensor:
+    """Try block sizes from the longest down; what is accepted replaces the rows of `found`."""
     for size in range(min(max_block, int(segments.quota[0])), 1, -1):
         n = int((segments.quota >= size).sum())
-        trial = _Segments(*(t[:n] for t in segments))
-        blocks = _take_blocks(trial, size)
-        accepted = blocks.kept_score >= delta * trial.best
-        kept = _kept_tokens(_Blocks(*(t[accepted] for t in blocks)), size)
-        allowed = trial.allowed[accepted, : kept.shape[1]]
-        flat[trial.position[accepted, : kept.shape[1]][allowed]] = kept[allowed]
-        left = torch.ones_like(segments.quota, dtype=torch.bool)
-        left[:n] = ~accepted
-        segments = _Segments(*(t[left] for t in segments))
+        blocks = _take_blocks(segments.first(n), size)
+        enough = blocks.kept_score >= segments.least[:n]
+        accepted = enough.nonzero()[:, 0]
+        if len(accepted):
+            kept = _kept_tokens(_Blocks(*(t.index_select(0, accepted) for t in blocks)), size)
+            found[segments.place[accepted], : kept.shape[1]] = kept
+            rest = torch.nn.functional.pad(~enough, (0, len(segments.quota) - n), value=True)
+            segments = segments.at(rest.nonzero()[:, 0])
         if len(segments.quota) == 0:
-            return
+            break
+    return found
 
 
 class _Blocks(NamedTuple):
     """What P segments keep at one block size, M blocks each."""
 
-    whole: Tensor  # [P, M] blocks that are kept as they are
+    whole: Tensor  # [P, M] float64, 1 for blocks that are kept as they are
     cut: Tensor  # [P, b] positions of the cut block's tokens, the best first
-    rest: Tensor  # [P, 1] how many of these are kept
-    kept_score: Tensor  # [P] float64
+    kept_of_cut: Tensor  # [P, b] which of these are kept
+    kept_score: Tensor  # [P]
 
 
 def _take_blocks(segments: _Segments, size: int) -> _Blocks:
     """Blocks of `size` by falling mean until the quota, the last one by its best tokens."""
-    quota = segments.quota[:, None]
     blocks = -(-(segments.score.shape[1] - size + 1) // size)
-    end = blocks * size
-    score = segments.score[:, :end].unflatten(1, (blocks, size)).sum(-1, dtype=torch.float64)
-    count = segments.allowed[:, :end].unflatten(1, (blocks, size)).sum(-1)
-    mean = (score / count.clamp(min=1)).float().masked_fill(count == 0, -1.0)
+    shape = (blocks, size)
+    score = segments.score[:, : blocks * size].unflatten(1, shape).sum(-1)
+    count = segments.allowed[:, : blocks * size].unflatten(1, shape).sum(-1)
+    # Blocks without an allowed token come last: their mean is 0 / 0.
+    mean = (score / count).float().nan_to_num_(nan=-1.0)
 
     order = mean.sort(dim=-1, descending=True, stable=True).indices
     filled = count.gather(1, order).cumsum(1)
-    fits = filled <= quota
-    whole = torch.zeros_like(fits).scatter_(1, order, fits)
+    fits = filled <= segments.quota[:, None]
+    whole = torch.zeros_like(score).scatter_(1, order, fits.double())
     # The quota is less than the segment holds, so some block always does not fit.
     next_ = fits.sum(1, keepdim=True)
-    rest = quota - torch.nn.functional.pad(filled, (1, 0)).gather(1, next_)
-    cut = order.gather(1, next_) * size + torch.arange(size, device=order.device)
-    inside = segments.score.gather(1, cut).masked_fill(~segments.allowed.gather(1, cut), -1.0)
+    rest = segments.quota[:, None] - (count * whole).sum(1, keepdim=True)
+    inner = torch.arange(size, device=order.device)
+    cut = order.gather(1, next_) * size + inner
+    inside = segments.score.gather(1, cut) + (segments.allowed.gather(1, cut) - 1)
     ranked = inside.sort(dim=1, descending=True, stable=True)
-    of_cut = ranked.values.double() * (torch.arange(size, device=order.device) < rest)
-    kept_score = (score * whole).sum(1) + of_cut.sum(1)
-    return _Blocks(whole, cut.gather(1, ranked.indices), rest, kept_score)
+    kept_of_cut = inner < rest
+    kept_score = (score * whole).sum(1) + (ranked.values * kept_of_cut).sum(1)
+    return _Blocks(whole, cut.gather(1, ranked.indices), kept_of_cut, kept_score)
 
 
 def _kept_tokens(blocks: _Blocks, size: int) -> Tensor:
     """bool[P, M * size]."""
-    kept = blocks.whole.repeat_interleave(size, dim=1)
-    return kept.scatter_(1, blocks.cut, torch.arange(size, device=kept.device) < blocks.rest)
+    kept = (blocks.whole > 0)[..., None].expand(-1, -1, size).flatten(1)
+    return kept.scatter_(1, blocks.cut, blocks.kept_of_cut)

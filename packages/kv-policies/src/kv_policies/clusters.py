@@ -1,25 +1,33 @@
 """SemantiCache's greedy seed clustering, over all chunks and heads at once.
 
-A token is a seed unless an earlier seed of its chunk is similar to it; otherwise it belongs to the
-first such seed. That is what absorbing seed by seed comes to, and it needs only the similarities
-within a chunk. Short chunks are stacked by length; long ones go through in blocks of positions,
-so that no more than a slab of similarities exists at a time.
+Chunks are stacked by length. Within a stack cosines are taken for a slab of chunks at a time, so
+that they stay in the processor's cache, and shrink to one bit each; chunks longer than a tile go
+through tile by tile, all chunks of the stack together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from kv_policies import _check, _offsets
+from kv_policies import _check, _offsets, _rows
+from kv_policies._seeds import first, pack, settle
 
-# Longest chunk whose similarities are taken at once; how many of them a slab may hold.
-_BLOCK = 128
-_SLAB = 2**21
+# Chunks are padded to widths for which products of small matrices are fast: _NARROW, multiples of
+# _STEP or, above 4 _STEP, the next power of two or three quarters of it. Longer ones have tiles.
+_NARROW = 4
+_STEP = 8
+_TILE = 128
+# Squares of larger keys may not fit float32.
+_LARGEST = 1e17
+# Numbers that a slab of keys or cosines holds: what stays in a core's cache, what fills a GPU.
+_SLAB = 2**19
+_SLAB_ON_A_DEVICE = 2**25
 
 
 def greedy_clusters(
@@ -37,13 +45,14 @@ def greedy_clusters(
     and stays as it is.
 
     Args:
-        keys: [B, H, T, D]. A key of length zero has cosine 0 with every key.
+        keys: [B, H, T, D], of any strides. A key of length zero has cosine 0 with every key.
         offsets: int64[S + 1] chunks, or int64[B, S + 1] where rows differ (repeats of T at the
             end).
         theta: threshold in [-1, 1], or float[B, H] one per row and head. Cosines are computed in
-            float32 and cut to at most 1, so `theta = 1` merges nothing.
+            float32; `theta = 1` merges nothing, whatever their rounding.
         valid: bool[B, T]; False marks padding, which is in no cluster.
-        check: also check values.
+        check: also check values. Either way the host waits for a GPU: how many tokens there are
+            to settle decides how many steps it takes.
 
     Returns:
         int64[B, H, T], position of the seed of each token's cluster, itself for a seed, -1 where
@@ -51,13 +60,15 @@ def greedy_clusters(
 
     Raises:
         TypeError: wrong dtype.
-        ValueError: shapes or devices that do not fit, theta outside [-1, 1], NaN or infinity in
-            `keys`, offsets out of order.
+        ValueError: shapes or devices that do not fit, theta outside [-1, 1], NaN, infinity or more
+            than 1e17 in magnitude in `keys` of valid tokens, offsets out of order.
 
     Source: SemantiCache, section 2.3, Eq. 2, Algorithm 1.
     """
+    _check.shape("keys", keys, (None, None, None, None), "[B, H, T, D]")
+    limit = per_head(theta, keys, check=check)
     table, valid = check_inputs(keys, offsets, valid, check=check)
-    return cluster(keys, table, per_head(theta, keys), valid, stacks(keys, table, valid))
+    return Chunks(keys, table, valid).seeds(limit)
 
 
 def check_inputs(
@@ -73,20 +84,24 @@ def check_inputs(
     _check.dtype("valid", valid, torch.bool)
     _check.same_device("valid", valid, "keys", keys)
     table = _offsets.rows(offsets, keys, "keys", t, check=check).expand(b, -1)
-    # NaN and infinity show in the sum, which is several times faster to take.
-    if check and not bool(keys.sum(dtype=torch.float32).isfinite()):
-        _check.refuse("keys", keys, ~keys.isfinite() & valid[:, None, :, None], "finite")
+    # One norm shows whether any key needs a closer look, in a fraction of the time.
+    if check and not bool(torch.linalg.vector_norm(keys.detach()) <= _LARGEST):
+        fine = keys.isfinite() & (keys.abs() <= _LARGEST)
+        wrong = ~fine & valid[:, None, :, None]
+        _check.refuse("keys", keys, wrong, f"finite and at most {_LARGEST:g} in magnitude")
     return table, valid
 
 
-def per_head(theta: float | Tensor, keys: Tensor) -> Tensor:
+def per_head(theta: float | Tensor, keys: Tensor, *, check: bool) -> Tensor:
     """`theta` as float32[B, H], each in [-1, 1]."""
     if not isinstance(theta, Tensor):
-        return keys.new_full(keys.shape[:2], _check.real("theta", theta, -1.0, 1.0)).float()
+        number = _check.real("theta", theta, -1.0, 1.0)
+        return keys.new_full(keys.shape[:2], number, dtype=torch.float32)
     _check.shape("theta", theta, tuple(keys.shape[:2]), "[B, H]")
     _check.floating("theta", theta)
     _check.same_device("theta", theta, "keys", keys)
-    _check.refuse("theta", theta, ~(theta.abs() <= 1), "in [-1, 1]")
+    if check:
+        _check.refuse("theta", theta, ~(theta.abs() <= 1), "in [-1, 1]")
     return theta.float()
 
 
@@ -96,110 +111,120 @@ class Stack(NamedTuple):
     row: Tensor  # [C]
     at: Tensor  # [C, W] positions in the row
     inside: Tensor  # [C, W] bool, tokens of the chunk that are valid
-    cosine: Tensor  # [C, H, W, W] float32
+    number: Tensor  # [C, H, W] of each key among the rows
 
 
-def stacks(keys: Tensor, table: Tensor, valid: Tensor) -> Iterator[Stack]:
-    """All chunks of 2 to _BLOCK tokens."""
-    heads, t, dim = keys.shape[1:]
-    flat = keys.reshape(-1, dim)
-    length = table.diff(dim=1)
-    width = (length + 3) // 4 * 4
-    short = (length > 1) & (length <= _BLOCK)
-    for w in width[short].unique().tolist():
-        chosen = (short & (width == w)).nonzero()
-        inner = torch.arange(w, device=keys.device)
-        for slab in chosen.split(max(1, _SLAB // max(1, heads * w * w))):
-            row, chunk = slab.unbind(1)
+class Chunks:
+    """The chunks of all rows and heads, to be clustered at one threshold or at several.
+
+    `keep` is how many products may be held from one call of `seeds` to the next.
+    """
+
+    def __init__(self, keys: Tensor, table: Tensor, valid: Tensor, *, keep: int = 0) -> None:
+        self._heads, self._tokens, self._dim = keys.shape[1:]
+        self._valid, self._keep = valid, keep
+        self._slab = _SLAB if keys.device.type == "cpu" else _SLAB_ON_A_DEVICE
+        self._held: dict[tuple[int, int, int, int], _Products] = {}
+        self._stacks: list[Stack] = []
+        if keys.shape[0] * self._heads * self._tokens:
+            self._rows = _rows.rows(keys)
+            self._stacks = list(self._stack(table))
+
+    def _stack(self, table: Tensor) -> Iterator[Stack]:
+        """Chunks of one token are left out: they are their own seed."""
+        length = table.diff(dim=1)
+        width = _padded(length)
+        for w in width[length > 1].unique().tolist():
+            row, chunk = ((length > 1) & (width == w)).nonzero().unbind(1)
+            inner = torch.arange(w, device=row.device)
             inside = inner < length[row, chunk][:, None]
-            at = torch.where(inside, table[row, chunk][:, None] + inner, 0)
-            # Row numbers in [B * H * T, D] of [C, H, W]: one copy, in the layout of the product.
-            head = row[:, None] * heads + torch.arange(heads, device=keys.device)
-            number = head[:, :, None] * t + at[:, None]
-            own = flat.index_select(0, number.reshape(-1)).view(*number.shape, -1)
-            yield Stack(row, at, inside & valid[row[:, None], at], _cosine_within(own))
+            at = table[row, chunk][:, None] + inner * inside
+            number = self._rows.numbers(row, at, self._heads)
+            yield Stack(row, at, inside & self._valid[row[:, None], at], number)
+
+    def seeds(self, theta: Tensor) -> Tensor:
+        """`greedy_clusters` after the checks, at `theta` [B, H]."""
+        own = torch.arange(self._tokens, device=theta.device)
+        seeds = torch.where(self._valid, own, -1)[:, None].repeat(1, self._heads, 1)
+        # Rounding may lift the cosine of equal keys above 1.
+        theta = theta.masked_fill(theta >= 1, math.inf)
+        for i, stack in enumerate(self._stacks):
+            found = self._solve(i, theta[stack.row])
+            c, w = stack.inside.nonzero().unbind(1)
+            seeds[stack.row[c], :, stack.at[c, w]] = stack.at[c[:, None], found[c, :, w]]
+        return seeds
+
+    def _solve(self, i: int, theta: Tensor) -> Tensor:
+        """int64[C, H, W]: where in its chunk each token's seed is, tile by tile.
+
+        The seeds of a tile are settled when its turn comes; then they absorb the free tokens
+        after it.
+        """
+        inside = self._stacks[i].inside[:, None]
+        width = inside.shape[2]
+        piece = _TILE * max(1, self._slab // (self._heads * _TILE * max(_TILE, self._dim)))
+        seed = torch.full_like(self._stacks[i].number, width)
+        for a in range(0, width, _TILE):
+            tile = slice(a, min(a + _TILE, width))
+            free = (seed[..., tile] == width) & inside[..., tile]
+            seeds, found = settle(self._near(i, tile, tile, theta), free)
+            seed[..., tile] = torch.where(free, a + found, seed[..., tile])
+            for c in range(tile.stop, width, piece):
+                later = slice(c, min(c + piece, width))
+                found = first(self._near(i, later, tile, theta), seeds, tile.stop - a)
+                absorbed = (seed[..., later] == width) & (found < tile.stop - a)
+                seed[..., later] = torch.where(absorbed, a + found, seed[..., later])
+        return seed
+
+    def _near(self, i: int, rows: slice, columns: slice, theta: Tensor) -> Tensor:
+        """int32[words, C, H, W]: which tokens of `columns` are similar to each of `rows`, as bits.
+
+        One slab of chunks at a time.
+        """
+        ones, others = (self._stacks[i].number[..., span] for span in (rows, columns))
+        width = others.shape[2]
+        step = self._slab // (self._heads * max(ones.shape[2], width) * max(self._dim, width))
+        near = []
+        for start in range(0, len(ones), max(1, step)):
+            part = slice(start, start + max(1, step))
+            place = (i, rows.start, columns.start, start)
+            products = self._held.get(place)
+            if products is None:
+                one = self._rows.take(ones[part])
+                products = _products(one, one if rows == columns else self._rows.take(others[part]))
+                if products.of_units.numel() <= self._keep:
+                    self._keep -= products.of_units.numel()
+                    self._held[place] = products
+            similar = torch.empty_like(products.of_units)  # float32 is what `pack` multiplies
+            limit = theta[part, :, None, None] * products.length
+            near.append(pack(torch.gt(products.of_units, limit, out=similar)))
+        return torch.cat(near, dim=1)
 
 
-def cluster(
-    keys: Tensor, table: Tensor, theta: Tensor, valid: Tensor, short: Iterable[Stack]
-) -> Tensor:
-    """`greedy_clusters` after the checks; `short` is what `stacks` gives."""
-    heads, t = keys.shape[1:3]
-    seeds = torch.where(valid, torch.arange(t, device=keys.device), -1)
-    seeds = seeds[:, None].repeat(1, heads, 1)
-    for row, at, inside, cosine in short:
-        near = cosine > theta[row][:, :, None, None]
-        near &= (inside[:, :, None] & inside[:, None, :])[:, None]
-        found = _first_seeds(near)
-        c, w = inside.nonzero().unbind(1)
-        seeds[row[c], :, at[c, w]] = at[c[:, None], found[c, :, w]]
-    length = table.diff(dim=1)
-    for i, k in (length > _BLOCK).nonzero().tolist():
-        a, z = table[i, k : k + 2].tolist()
-        seeds[i, :, a:z] = _long_chunk(keys[i, :, a:z], theta[i], valid[i, a:z], a)
-    return seeds
+def _padded(length: Tensor) -> Tensor:
+    """The width of the stack that a chunk of each length goes to."""
+    half = 2 ** (length - 1).clamp(min=1).double().log2().floor().long() // 2
+    step = torch.where(length <= _TILE, half.clamp(min=_STEP), _TILE)
+    return torch.where(length <= _NARROW, _NARROW, -(-length // step) * step)
 
 
-def _cosine_within(keys: Tensor) -> Tensor:
-    """`_cosine(keys, keys)`, with the lengths taken from the product's diagonal."""
-    keys = keys.float()
-    product = keys @ keys.mT
-    square = product.diagonal(dim1=-2, dim2=-1)
-    scale = torch.where(square > 0, square.rsqrt(), 0.0)
-    product *= scale[..., None]
-    product *= scale[..., None, :]
-    return product.clamp_(max=1.0)
+class _Products(NamedTuple):
+    """The cosine of t and s is `of_units[..., t, s] / length[..., t, 0]`."""
+
+    of_units: Tensor  # [C, H, W, V], key t by key s over its length; 0 for keys of length zero
+    length: Tensor  # [C, H, W, 1], 1 for keys of length zero
 
 
-def _cosine(one: Tensor, other: Tensor) -> Tensor:
-    """[..., W, V] float32, at most 1; 0 for keys of length zero."""
-    one, other = one.float(), other.float()
-    product = one @ other.mT
-    for keys, axis in ((one, -1), (other, -2)):
-        length = torch.linalg.vector_norm(keys, dim=-1)
-        product *= torch.where(length > 0, 1 / length, 0.0).unsqueeze(axis)
-    return product.clamp_(max=1.0)
+def _products(one: Tensor, other: Tensor) -> _Products:
+    """float32, of keys `one` [C, H, W, D] and `other` [C, H, V, D], which may be `one` itself."""
+    product = torch.bmm(one.flatten(0, 1), other.flatten(0, 1).mT).unflatten(0, one.shape[:2])
+    if one is other:
+        down = across = _not_zero(product.diagonal(dim1=-2, dim2=-1).sqrt())
+    else:
+        down, across = (_not_zero(torch.linalg.vector_norm(k, dim=-1)) for k in (one, other))
+    product /= across[..., None, :]
+    return _Products(product, down[..., None])
 
 
-def _first_seeds(near: Tensor) -> Tensor:
-    """Seed of each token, int64[..., W]; `near[..., t, s]` is set where s may absorb t > s.
-
-    One step per position, for all chunks and heads of a stack at once.
-    """
-    width = near.shape[-1]
-    seed = torch.ones(near.shape[:-1], dtype=torch.bool, device=near.device)
-    for t in range(1, width):
-        seed[..., t] = ~(near[..., t, :t] & seed[..., :t]).any(-1)
-    own = torch.arange(width, device=near.device)
-    return torch.where(seed, own, _first(near & (own < own[:, None]), seed))
-
-
-def _first(near: Tensor, seed: Tensor) -> Tensor:
-    """The first s with `near[..., t, s]` and `seed[..., s]`, the width where there is none."""
-    width = near.shape[-1]
-    weight = torch.arange(width, 0, -1, device=near.device, dtype=torch.float32) * seed
-    return width - (near * weight[..., None, :]).amax(-1).long()
-
-
-def _long_chunk(keys: Tensor, theta: Tensor, valid: Tensor, first: int) -> Tensor:
-    """Seeds of one chunk: keys [H, L, D] -> int64[H, L], block by block.
-
-    The seeds of a block are settled when its turn comes; then they absorb the free tokens after it.
-    """
-    heads, length, _ = keys.shape
-    label = torch.full((heads, length), -1, dtype=torch.int64, device=keys.device)
-    limit = theta[:, None, None]
-    for a in range(0, length, _BLOCK):
-        z = min(a + _BLOCK, length)
-        block = keys[:, a:z]
-        free = (label[:, a:z] < 0) & valid[a:z]
-        near = (_cosine_within(block) > limit) & free[:, :, None] & free[:, None, :]
-        found = _first_seeds(near)
-        seed = free & (found == torch.arange(z - a, device=keys.device))
-        label[:, a:z] = torch.where(free, a + found, label[:, a:z])
-        for c in range(z, length, 16 * _BLOCK):
-            later = slice(c, c + 16 * _BLOCK)
-            found = _first(_cosine(keys[:, later], block) > limit, seed)
-            absorbed = (label[:, later] < 0) & valid[later] & (found < z - a)
-            label[:, later] = torch.where(absorbed, a + found, label[:, later])
-    return torch.where(label < 0, -1, label + first)
+def _not_zero(length: Tensor) -> Tensor:
+    return torch.where(length == 0, 1.0, length)

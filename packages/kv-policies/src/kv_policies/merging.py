@@ -30,19 +30,23 @@ def merge(
     values: Float[Tensor, "B H T E"],
     seeds: Int64[Tensor, "B H T"],
     *,
+    log_size: Float[Tensor, "B H T"] | None = None,
     check: bool = True,
 ) -> Merged:
     """`k_c = mean of keys in c`, `v_c = mean of values in c`, `log_size_c = log |c|`.
 
-    Means are taken in float32 (float64 for float64 input) and returned in the dtype given. A
-    cluster of one token keeps its key and value bit for bit. N is the largest number of clusters
-    of any row and head.
+    Entries that are merged already count as the tokens they stand for: with `w = exp(log_size)`,
+    `k_c = sum w k / sum w`, `v_c = sum w v / sum w`, `log_size_c = log sum w`. Means are taken in
+    float32 (float64 for float64 input) and returned in the dtype given. A cluster of one token
+    keeps its key and value bit for bit. N is the largest number of clusters of any row and head.
 
     Args:
         keys: [B, H, T, D].
         values: [B, H, T, E].
         seeds: int64[B, H, T] from `greedy_clusters`: position of the seed of each token's
             cluster; -1 leaves the token out.
+        log_size: float32[B, H, T], log of the tokens that each entry stands for; 0 for all when
+            not given.
         check: also check values.
 
     Raises:
@@ -66,24 +70,36 @@ def merge(
         own = seeds.gather(-1, seeds.clamp(min=0)) if t else seeds
         _check.refuse("seeds", seeds, (seeds >= 0) & (own != seeds), "its own seed")
 
+    if log_size is not None:
+        _check.shape("log_size", log_size, (b, h, t), "[B, H, T]")
+        _check.dtype("log_size", log_size, torch.float32)
+        _check.same_device("log_size", log_size, "keys", keys)
+        if check:
+            _check.refuse("log_size", log_size, ~log_size.isfinite() & (seeds >= 0), "finite")
+
     is_seed = seeds == torch.arange(t, device=seeds.device)
     n = int(is_seed.sum(-1).max()) if is_seed.numel() else 0
     rank = is_seed.cumsum(-1) - 1
     slot = torch.where(seeds < 0, n, rank.gather(-1, seeds.clamp(min=0)))
+    wide = torch.promote_types(keys.dtype, torch.float32)
+    weight = torch.ones((), dtype=wide, device=keys.device).expand(b, h, t)
+    if log_size is not None:
+        weight = torch.where(seeds < 0, 1.0, log_size.to(wide)).exp()
+    total = keys.new_zeros(b, h, n + 1, dtype=wide).scatter_add_(2, slot, weight)
+    # 1 for a cluster of one, which therefore stays bit for bit what it was
+    share = weight / total.gather(2, slot)
     row = torch.arange(b * h, device=seeds.device).view(b, h, 1) * (n + 1)
-    slot = (slot + row).reshape(-1)
-    count = torch.bincount(slot, minlength=b * h * (n + 1)).view(b, h, n + 1, 1)
+    where = (slot + row).reshape(-1)
     merged_keys, merged_values = (
-        _mean(x, slot, count)[:, :, :n].to(x.dtype) for x in (keys, values)
+        _sum(x, share, where, n + 1)[:, :, :n].to(x.dtype) for x in (keys, values)
     )
-    log_size = count[:, :, :n, 0].float().log()
-    return Merged(merged_keys, merged_values, log_size, indices_of(is_seed, n))
+    return Merged(merged_keys, merged_values, total[:, :, :n].log().float(), indices_of(is_seed, n))
 
 
-def _mean(x: Tensor, slot: Tensor, count: Tensor) -> Tensor:
-    """[B, H, N + 1, D]: mean of the rows of x that share a slot, 0 for none."""
-    b, h, n, _ = count.shape
+def _sum(x: Tensor, share: Tensor, where: Tensor, slots: int) -> Tensor:
+    """[B, H, slots, D]: sum of the rows of x times their share, by slot."""
+    b, h, _, d = x.shape
     wide = torch.promote_types(x.dtype, torch.float32)
-    sums = x.new_zeros(b * h * n, x.shape[-1], dtype=wide)
-    sums.index_add_(0, slot, x.reshape(-1, x.shape[-1]).to(wide))
-    return sums.view(b, h, n, -1) / count.clamp(min=1)
+    sums = x.new_zeros(b * h * slots, d, dtype=wide)
+    sums.index_add_(0, where, (x.to(wide) * share.to(wide)[..., None]).reshape(-1, d))
+    return sums.view(b, h, slots, d)

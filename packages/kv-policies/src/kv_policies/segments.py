@@ -59,11 +59,11 @@ def top_segments(
             )
     else:
         budgets = [_check.integer("budget", budget, least=0)] * segment_scores.shape[0]
-    most = max(budgets, default=0)
     rank = _check.scores("segment_scores", segment_scores, check=check)
     keys = _check.scores("token_scores", token_scores, check=check)
     b, h, n = keys.shape
     table = _offsets.rows(offsets, keys, "token_scores", n, check=check)
+    budgets = [min(k, n) for k in budgets]
     _check.shape("segment_scores", rank, (b, h, table.shape[1] - 1), "[B, H, S]")
 
     allowed = keys > -math.inf
@@ -75,10 +75,11 @@ def top_segments(
     better = torch.empty_like(filled).scatter_(-1, order, filled) - length
 
     # A whole segment lifts its tokens to +inf, the cut one leaves them, the others drop to -inf.
+    most = max(budgets, default=0)
     granted = most if len(set(budgets)) <= 1 else budgets
     room = (granted if isinstance(granted, int) else per_row(granted, better)) - better
     lift = torch.where(room >= length, math.inf, torch.where(room > 0, 0.0, -math.inf))
     lift = lift.to(keys.dtype).masked_fill(length == 0, -math.inf)
     ids = _offsets.segment_ids(table, n)[:, None].expand(b, h, n)
     lifted = (keys + lift.gather(-1, ids)).masked_fill_(~allowed, -math.inf)
-    return indices_of(top_mask(lifted, granted), min(most, n))
+    return indices_of(top_mask(lifted, granted), most)

@@ -58,23 +58,24 @@ def expand_spans(
     score = _check.scores("gates", gates, check=check)
     budget = _check.integer("budget", budget, least=0)
     kv_heads = _check.integer("kv_heads", kv_heads, least=1)
-    b, q, s = score.shape
+    b, q = score.shape[:2]
     if q % kv_heads:
         raise ValueError(f"kv_heads must divide the {q} query heads of gates, got {kv_heads}")
     limit = _limit(threshold, score, check=check)
     n = _check.integer("n", n, least=0)
+    budget = min(budget, n)
     table = _offsets.rows(offsets, score, "gates", n, check=check)
     _check.shape("gates", score, (b, q, table.shape[1] - 1), "[B, H_q, S]")
 
     fired = score.masked_fill(score <= limit, -math.inf)
-    best = fired.view(b, kv_heads, q // kv_heads, s).amax(2)
+    best = fired.unflatten(1, (kv_heads, q // kv_heads)).amax(2)
     order = best.sort(dim=-1, descending=True, stable=True).indices
     length = table.diff(dim=1)[:, None].expand_as(best)
     filled = length.gather(-1, order).cumsum(-1)
     fits = torch.empty_like(best, dtype=torch.bool).scatter_(-1, order, filled <= budget)
     expanded = fits & (best > -math.inf) & (length > 0)
     ids = _offsets.segment_ids(table, n)[:, None].expand(b, kv_heads, n)
-    return Expansion(expanded, indices_of(expanded.gather(-1, ids), min(budget, n)))
+    return Expansion(expanded, indices_of(expanded.gather(-1, ids), budget))
 
 
 def _limit(threshold: float | Tensor, gates: Tensor, *, check: bool) -> float | Tensor:

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from kv_policies import _check
-from kv_policies.clusters import check_inputs, cluster, stacks
+from kv_policies.clusters import Chunks, check_inputs
 
 
 class Threshold(NamedTuple):
@@ -41,9 +41,8 @@ def threshold_for_budget(
     says by how many.
 
     Args:
-        keys, offsets, valid: as for `greedy_clusters`. Similarities within chunks are kept
-            between the steps: at most as much memory as the keys in float32 for chunks no longer
-            than D.
+        keys, offsets, valid: as for `greedy_clusters`. Products within chunks are kept between the
+            steps, at most as many numbers as `keys` has; the others are taken anew in each step.
         budget: entries per row and head, at least 0.
         steps: bisection steps, at least 0; theta is found to within 2 ** (1 - steps).
         check: also check values.
@@ -57,10 +56,11 @@ def threshold_for_budget(
     steps = _check.integer("steps", steps, least=0)
     table, valid = check_inputs(keys, offsets, valid, check=check)
     positions = torch.arange(keys.shape[2], device=keys.device)
-    short = list(stacks(keys, table, valid))
+    budget = min(budget, keys.shape[2])
+    chunks = Chunks(keys, table, valid, keep=keys.numel())
 
     def entries(theta: Tensor) -> Tensor:
-        return (cluster(keys, table, theta, valid, short) == positions).sum(-1)
+        return (chunks.seeds(theta) == positions).sum(-1)
 
     low = keys.new_full(keys.shape[:2], -1.0, dtype=torch.float32)
     high = -low

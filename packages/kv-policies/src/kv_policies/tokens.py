@@ -48,6 +48,8 @@ def top_tokens(
 
 
 def _protect(keys: Tensor, protected: Tensor, budget: int, *, check: bool) -> Tensor:
+    if not isinstance(protected, Tensor):
+        raise TypeError(f"protected must be a torch.Tensor, got {type(protected).__name__}")
     _check.dtype("protected", protected, torch.bool)
     _check.same_device("protected", protected, "scores", keys)
     sizes = (*[1] * (3 - protected.ndim), *protected.shape)
@@ -80,7 +82,7 @@ def keep_window(
     """
     n = _check.integer("n", n, least=0)
     window = _check.integer("window", window, least=0)
-    return torch.arange(n, device=device) >= n - window
+    return torch.arange(n, device=device) >= n - min(window, n)
 
 
 def keep_sinks(
@@ -89,27 +91,29 @@ def keep_sinks(
     *,
     starts: Int64[Tensor, " B"] | None = None,
     device: torch.device | str | None = None,
+    check: bool = True,
 ) -> Bool[Tensor, " n"] | Bool[Tensor, "B 1 n"]:
     """`mask[t] = t < sinks`: the first tokens, all of them when `sinks > n`.
 
     Args:
         n: number of tokens.
         sinks: how many to keep.
-        starts: int64[B], position of the first real token of each left-padded row. The mask is
-            then bool[B, 1, n] with `starts <= t < starts + sinks`.
+        starts: int64[B] in [0, n], position of the first real token of each left-padded row. The
+            mask is then bool[B, 1, n] with `starts <= t < starts + sinks`.
         device: of the mask; that of `starts` where it is given.
+        check: also check the values of `starts`, which makes the host wait for a GPU.
 
     Raises:
         TypeError: `n` or `sinks` is no int, `starts` no int64.
-        ValueError: one of them is negative, `starts` has not one dimension.
+        ValueError: one of them is negative, `starts` has not one dimension or lies outside [0, n].
 
     Source: StreamingLLM, section 3.2.
     """
     n = _check.integer("n", n, least=0)
-    sinks = _check.integer("sinks", sinks, least=0)
+    sinks = min(_check.integer("sinks", sinks, least=0), n)
     if starts is None:
         return torch.arange(n, device=device) < sinks
-    from_start = torch.arange(n, device=starts.device) - _starts(starts)
+    from_start = torch.arange(n, device=starts.device) - _starts(starts, n, check=check)
     return (from_start >= 0) & (from_start < sinks)
 
 
@@ -120,6 +124,7 @@ def stream_window(
     sinks: int = 4,
     starts: Int64[Tensor, " B"] | None = None,
     device: torch.device | str | None = None,
+    check: bool = True,
 ) -> Int64[Tensor, "rows 1 K"]:
     """`indices = {0 .. sinks - 1} and the last budget - sinks tokens`: StreamingLLM's selection.
 
@@ -127,8 +132,9 @@ def stream_window(
         n: number of tokens.
         budget: entries per row, at least 0. With `budget < sinks` the first `budget` tokens stay.
         sinks: first tokens that are always kept.
-        starts: int64[B], position of the first real token of each left-padded row.
+        starts: int64[B] in [0, n], position of the first real token of each left-padded row.
         device: of the indices; that of `starts` where it is given.
+        check: also check the values of `starts`, which makes the host wait for a GPU.
 
     Returns:
         int64[B, 1, K], or [1, 1, K] without `starts`, `K = min(budget, n)`, ascending, -1 padded
@@ -136,22 +142,25 @@ def stream_window(
 
     Raises:
         TypeError: `n`, `budget` or `sinks` is no int, `starts` no int64.
-        ValueError: one of them is negative, `starts` has not one dimension.
+        ValueError: one of them is negative, `starts` has not one dimension or lies outside [0, n].
 
     Source: StreamingLLM, section 3.2.
     """
     budget = _check.integer("budget", budget, least=0)
-    first = keep_sinks(n, min(sinks, budget), starts=starts, device=device)
+    sinks = _check.integer("sinks", sinks, least=0)
+    first = keep_sinks(n, min(sinks, budget), starts=starts, device=device, check=check)
     kept = first | keep_window(n, max(budget - sinks, 0), device=first.device)
     if starts is None:
         kept = kept[None, None]
     else:
-        kept = kept & (torch.arange(n, device=starts.device) >= _starts(starts))
+        kept = kept & (torch.arange(n, device=starts.device) >= starts[:, None, None])
     return indices_of(kept, min(budget, n))
 
 
-def _starts(starts: Tensor) -> Tensor:
+def _starts(starts: Tensor, n: int, *, check: bool) -> Tensor:
     """`starts` as [B, 1, 1]."""
     _check.shape("starts", starts, (None,), "[B]")
     _check.dtype("starts", starts, torch.int64)
+    if check:
+        _check.refuse("starts", starts, (starts < 0) | (starts > n), f"in [0, {n}]")
     return starts[:, None, None]

@@ -1,0 +1,69 @@
+"""Who absorbs whom: similarities as bits, and the seeds they lead to.
+
+A token is a seed unless an earlier seed is similar to it; otherwise it belongs to the first such
+seed. That is what absorbing seed by seed comes to. Which of a tile's W tokens a token is similar
+to are bits of a few words, so that a step over all tokens of many tiles is a few operations on
+those words: int32[words, ..., W], the words in front.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Most bits of one word: sums of so many powers of two are exact in float32.
+_BITS = 24
+
+
+def _bits(width: int) -> int:
+    """Bits of each word, all words alike."""
+    return next(bits for bits in range(min(width, _BITS), 0, -1) if width % bits == 0)
+
+
+def pack(flags: Tensor) -> Tensor:
+    """int32[words, ...]: flags [..., W], each 0 or 1, as bits, by one product."""
+    bits = _bits(flags.shape[-1])
+    power = (1 << torch.arange(bits, device=flags.device)).float()
+    words = flags.float().reshape(-1, bits) @ power
+    return words.view(*flags.shape[:-1], -1).movedim(-1, 0).int()
+
+
+def settle(near: Tensor, free: Tensor) -> tuple[Tensor, Tensor]:
+    """Seeds of tiles, as bits [words, ...], and the place of each free token's seed [..., W].
+
+    A free token without a similar free token before it is a seed; what is similar to a seed is
+    taken. Repeated until no token is free: as many rounds as the longest chain of similar tokens.
+
+    Args:
+        near: int32[words, ..., W], bit s of token t is set where s and t are similar.
+        free: bool[..., W], the tokens to be settled.
+    """
+    width = free.shape[-1]
+    shape = (len(near), *[1] * (free.ndim - 1), width)
+    own, before = (
+        pack(x).view(shape)
+        for x in (near.new_ones(width).diag(), near.new_ones(width, width).tril(-1))
+    )
+    near = near & before | own
+    left = pack(free)
+    seeds = torch.zeros_like(left)
+    while bool(left.any()):
+        found = pack(_none(near & left[..., None] ^ own))
+        seeds |= found
+        free = free & _none(near & found[..., None])
+        left = pack(free)
+    return seeds, first(near, seeds, width)
+
+
+def first(near: Tensor, seeds: Tensor, width: int) -> Tensor:
+    """int64[...]: place of the first seed of a tile that is similar to each token, else `width`."""
+    hit = near & seeds[..., None]
+    place = torch.frexp((hit & -hit).float()).exponent - 1
+    word = torch.arange(len(near), device=near.device, dtype=torch.int32)
+    place += _bits(width) * word.view(-1, *[1] * (near.ndim - 1))
+    return place.masked_fill_(hit == 0, width).amin(0).long()
+
+
+def _none(words: Tensor) -> Tensor:
+    """bool[..., W]: no bit is set in any word."""
+    return (words[0] if len(words) == 1 else words.amax(0)) == 0
