@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from common import (
     left_padding,
     normal,
     over_heads,
+    peak_bytes,
     seeds,
+    uniform,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,11 +51,36 @@ def test_chunk_size_does_not_matter(shape, tokens, window, chunk, seed):
     )
 
 
-@given(head_shapes, st.integers(1, 24), st.integers(0, 8), st.integers(1, 9), seeds)
+@given(head_shapes, st.integers(1, 24), st.integers(1, 8), st.integers(1, 9), seeds)
 def test_each_query_gives_away_exactly_one(shape, tokens, window, chunk, seed):
     queries, keys = case(shape, tokens, window, seed)
-    total = accumulated_attention(queries, keys, chunk=chunk, query_chunk=3).sum(-1)
-    torch.testing.assert_close(total, torch.full_like(total, queries.shape[2]))
+    mask = uniform(seed, shape[0], tokens) < 0.7
+    for place in range(queries.shape[2]):
+        seen = tokens - queries.shape[2] + place + 1
+        query, part, exists = queries[:, :, place, None], keys[:, :, :seen], mask[:, :seen]
+        row = accumulated_attention(query, part, chunk=chunk)
+        assert (row >= 0).all()
+        torch.testing.assert_close(row.sum(-1), torch.ones(row.shape[:2]))
+        row = accumulated_attention(query, part, key_mask=exists, chunk=chunk)
+        total = row.masked_fill(~exists[:, None], 0.0).sum(-1)
+        torch.testing.assert_close(total, exists[:, -1:].float().expand_as(total))
+
+
+@given(head_shapes, st.integers(1, 24), st.integers(0, 8), reductions, dtypes, seeds)
+def test_masked_scores_equal_the_written_out_softmax(shape, tokens, window, reduce, dtype, seed):
+    queries, keys = case(shape, tokens, window, seed, dtype)
+    count = queries.shape[2]
+    mask = uniform(seed, shape[0], tokens) < 0.6
+    probabilities = attention(queries, keys, mask=mask)
+    wanted = over_heads(probabilities.sum(2), reduce, shape[1])
+    wanted = wanted.masked_fill(~mask[:, None], -math.inf)
+    keys = keys.masked_fill(~mask[:, None, :, None], math.nan)
+    queries = queries.masked_fill(~mask[:, None, tokens - count :, None], math.nan)
+    options = {"key_mask": mask, "reduce": reduce, "chunk": 5}
+    whole = accumulated_attention(queries, keys, query_chunk=3, **options)
+    torch.testing.assert_close(whole.double(), wanted, atol=1e-5, rtol=1e-5)
+    part = window_attention(queries, keys, **options)
+    torch.testing.assert_close(part.double(), wanted[..., : tokens - count], atol=1e-5, rtol=1e-5)
 
 
 @given(head_shapes, st.integers(2, 20), st.integers(1, 8), reductions, seeds)
@@ -112,6 +140,29 @@ def test_scale_multiplies_the_queries(shape, tokens, scale, seed):
     torch.testing.assert_close(scaled.double(), wanted, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("reduce", ["none", "layer"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_window_needs_little_beside_input_and_output(dtype, reduce, masked):
+    queries = normal(0, 1, 8, 32, 64, dtype=dtype)
+    keys = normal(1, 1, 2, 65536, 64, dtype=dtype)
+    mask = torch.ones(1, 65536, dtype=torch.bool) if masked else None
+    call = partial(window_attention, queries, keys, key_mask=mask, reduce=reduce, chunk=1024)
+    peak = peak_bytes(call)
+    result = call()
+    given_bytes = queries.nbytes + keys.nbytes + (mask.nbytes if masked else 0)
+    assert result.nbytes < peak  # it is part of what was held
+    assert given_bytes + peak < 1.25 * (given_bytes + result.nbytes)
+
+
+def test_the_whole_matrix_is_never_held():
+    tokens = 2048
+    queries, keys = normal(0, 1, 4, tokens, 8), normal(1, 1, 2, tokens, 8)
+    peak = peak_bytes(lambda: accumulated_attention(queries, keys, chunk=256, query_chunk=32))
+    # One tile of logits, float32; the result, a block's share of it, what a query needs.
+    assert peak < 4 * 4 * (32 * 256 + 3 * tokens)
+
+
 def test_very_large_logits_stay_finite():
     keys = torch.tensor([[[[100.0], [-100.0], [100.0]]]])
     scores = window_attention(torch.full((1, 1, 1, 1), 100.0), keys, scale=1.0)
@@ -132,6 +183,14 @@ Q, K = torch.zeros(2, 4, 3, 8), torch.zeros(2, 2, 5, 8)
         (Q[:, :3], K, {}, ValueError, "multiple of the heads of keys, got 3 and 2"),
         (Q, K[:, :, :2], {}, ValueError, "got 3 queries for 2 keys"),
         (Q, K.to("meta"), {}, ValueError, "keys must be on cpu like the other tensors, got meta"),
+        (Q.to("meta"), K, {}, ValueError, "keys must be on meta like the other tensors, got cpu"),
+        (
+            Q,
+            K,
+            {"key_mask": torch.ones(2, 5, dtype=torch.bool, device="meta")},
+            ValueError,
+            "key_mask must be on cpu like the other tensors, got meta",
+        ),
         (Q, K, {"scale": math.nan}, ValueError, "scale must be finite, got nan"),
         (Q, K, {"scale": "1"}, TypeError, "scale must be a number, got '1'"),
         (Q, K, {"chunk": 0}, ValueError, "chunk must be at least 1, got 0"),

@@ -72,6 +72,17 @@ def test_outliers_are_the_lowest_cosines(shape, tokens, size, count, masked, see
             assert all(value >= worst - 1e-5 for value in rest)
 
 
+@given(head_shapes, st.integers(0, 6), st.integers(0, 6), sizes, st.integers(0, 5), seeds)
+def test_a_row_padded_by_whole_chunks_equals_that_row_alone(shape, before, own, size, count, seed):
+    real = normal(seed, shape[0], shape[1], own * size, 3)
+    pad = torch.full((*real.shape[:2], before * size, 3), math.nan)
+    alone = chunk_outliers(real, size, count)
+    for keys, moved in ((torch.cat((pad, real), 2), before), (torch.cat((real, pad), 2), 0)):
+        mask = ~keys[:, 0, :, 0].isnan()
+        found = chunk_outliers(keys, size, count, key_mask=mask)
+        assert torch.equal(found, torch.where(alone < 0, alone, alone + moved))
+
+
 @given(st.integers(2, 8), st.integers(3, 10), seeds)
 def test_a_planted_outlier_is_found(size, total, seed):
     keys = torch.ones(1, 1, total * size, 4) + 0.01 * normal(seed, 1, 1, total * size, 4)
@@ -95,6 +106,23 @@ K = torch.zeros(2, 2, 5, 8)
         (K, 0, 1, None, ValueError, "size must be at least 1, got 0"),
         (K, 2, -1, None, ValueError, "count must not be negative, got -1"),
         (K, 2, 1.0, None, TypeError, "count must be an int, got 1.0"),
+        (K.int(), 2, 1, None, TypeError, "keys must be of a floating dtype, got torch.int32"),
+        (
+            K,
+            2,
+            1,
+            torch.ones(2, 4, dtype=torch.bool),
+            ValueError,
+            r"key_mask must have shape \(2, 5\), got \(2, 4\)",
+        ),
+        (
+            K,
+            2,
+            1,
+            torch.ones(2, 5, dtype=torch.bool, device="meta"),
+            ValueError,
+            "key_mask must be on cpu like the other tensors, got meta",
+        ),
         (K, 2, 1, torch.ones(2, 5), TypeError, "key_mask must be of dtype torch.bool"),
     ],
 )

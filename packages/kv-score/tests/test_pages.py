@@ -74,6 +74,46 @@ def test_bound_is_never_below_the_largest_dot_product(shape, count, tokens, size
         assert (per_group[..., page] >= best - rounding).all()
 
 
+@given(head_shapes, st.integers(1, 4), st.integers(1, 24), sizes, st.booleans(), seeds)
+def test_bound_of_whole_numbers_is_never_below_at_all(shape, count, tokens, size, masked, seed):
+    """Products and sums of small whole numbers are exact: no rounding to allow for."""
+    batch, kv_heads, group = shape
+    queries = (4 * normal(seed, batch, kv_heads * group, count, 4)).round()
+    keys = (4 * normal(seed + 1, batch, kv_heads, tokens, 4)).round()
+    mask = uniform(seed, batch, tokens) < (0.6 if masked else 2)
+    poisoned = keys.masked_fill(~mask[:, None, :, None], math.nan)
+    lower, upper = page_bounds(poisoned, size, key_mask=mask)
+    bound = bound_scores(queries, lower, upper, reduce="none", mask=page_mask(mask, size))
+    dots = queries.double() @ keys.double().repeat_interleave(group, 1).mT
+    best = dots.amax(2).masked_fill(~mask[:, None], -math.inf)
+    for page, part in enumerate(best.split(size, -1)):
+        assert (bound[..., page] >= part.amax(-1)).all()
+        one = part.isfinite().sum(-1) == 1  # a page of one key reaches its bound with one query
+        if count == 1:
+            assert torch.equal(bound[..., page][one].double(), part.amax(-1)[one])
+
+
+@given(head_shapes, st.integers(1, 6), sizes, seeds)
+def test_queries_that_do_not_exist_bound_nothing(shape, count, total, seed):
+    batch, kv_heads, group = shape
+    queries = normal(seed, batch, kv_heads * group, count, 4)
+    lower = normal(seed + 1, batch, kv_heads, total, 4)
+    upper = lower + uniform(seed, batch, kv_heads, total, 4)
+    exists, pads = left_padding(seed, batch, count)
+    poisoned = queries.masked_fill(~exists[:, None, :, None], math.nan)
+    for reduce in ("none", "kv_head"):
+        got = bound_scores(poisoned, lower, upper, reduce=reduce, query_mask=exists)
+        for row, pad in enumerate(pads):
+            if pad == count:
+                assert (got[row] == -math.inf).all()
+                continue
+            alone = slice(row, row + 1)
+            single = bound_scores(
+                queries[alone, :, pad:], lower[alone], upper[alone], reduce=reduce
+            )
+            torch.testing.assert_close(got[alone], single)
+
+
 @given(head_shapes, st.integers(1, 4), st.integers(1, 6), seeds)
 def test_bound_equals_the_loop_over_channels(shape, count, total, seed):
     batch, kv_heads, group = shape
@@ -104,6 +144,14 @@ K = torch.zeros(2, 2, 5, 8)
         (K[0], 2, None, ValueError, "keys must have 4 dimensions"),
         (K, 0, None, ValueError, "size must be at least 1, got 0"),
         (K, True, None, TypeError, "size must be an int, got True"),
+        (K.int(), 2, None, TypeError, "keys must be of a floating dtype, got torch.int32"),
+        (
+            K,
+            2,
+            torch.ones(2, 5, dtype=torch.bool, device="meta"),
+            ValueError,
+            "key_mask must be on cpu like the other tensors, got meta",
+        ),
         (K, 2, torch.ones(2, 5), TypeError, "key_mask must be of dtype torch.bool"),
     ],
 )
@@ -120,6 +168,17 @@ def test_errors_of_page_bounds(plain, keys, size, mask, error, text):
         (K, K, K, {"reduce": "layer"}, ValueError, "reduce must be one of none, kv_head, got 'la"),
         (K[..., :4], K, K, {}, ValueError, "queries and lower must agree"),
         (K, K, K, {"mask": torch.ones(2, 5)}, TypeError, "mask must be of dtype torch.bool"),
+        (
+            K,
+            K,
+            K,
+            {"query_mask": K[:, 0, :4, 0] > 0},
+            ValueError,
+            r"query_mask must have .*\(2, 5\)",
+        ),
+        (K, K.to("meta"), K, {}, ValueError, "lower must be on cpu like the other .*, got meta"),
+        (K, K, K.to("meta"), {}, ValueError, "upper must be on cpu like the other .*, got meta"),
+        (K, K.int(), K, {}, TypeError, "lower must be of a floating dtype, got torch.int32"),
     ],
 )
 def test_errors_of_bound_scores(plain, queries, lower, upper, options, error, text):

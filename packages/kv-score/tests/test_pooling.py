@@ -59,6 +59,7 @@ def test_mean_lies_below_maximum_and_both_keep_constants(tokens, kernel, seed, c
     [
         (torch.full((1, 1, 2), math.nan), "avg", 3, ValueError, "scores must not hold NaN, got 2"),
         (torch.full((1, 1, 2), math.inf), "avg", 3, ValueError, "finite or -inf .*, got \\+inf"),
+        (torch.zeros(1, 1, 2).to("meta"), "avg", 3, ValueError, "scores must hold values, got a t"),
         (torch.zeros(1, 2), "avg", 3, ValueError, "scores must have 3 dimensions"),
         (torch.zeros(1, 1, 2).double(), "avg", 3, TypeError, "scores must be of dtype torch.float"),
         (torch.zeros(1, 1, 2), "sum", 3, ValueError, "mode must be one of none, avg, max, got 'su"),

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from common import dtypes, head_shapes, normal, seeds, uniform
+from common import dtypes, head_shapes, left_padding, normal, seeds, uniform
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -70,6 +70,23 @@ def test_landmark_scores_equal_algorithm_2(shape, count, chunks, scale, dtype, s
             torch.testing.assert_close(got[mask[row, head]].double(), best, atol=1e-5, rtol=1e-5)
 
 
+@given(head_shapes, st.integers(0, 6), st.integers(1, 9), st.booleans(), seeds)
+def test_queries_that_do_not_exist_add_nothing(shape, count, chunks, masked, seed):
+    batch, kv_heads, group = shape
+    queries = normal(seed, batch, kv_heads * group, count, 4)
+    landmarks = normal(seed + 1, batch, kv_heads, chunks, 4)
+    mask = uniform(seed, batch, kv_heads, chunks) < 0.7 if masked else None
+    exists, pads = left_padding(seed, batch, count)
+    poisoned = queries.masked_fill(~exists[:, None, :, None], math.nan)
+    got = landmark_scores(poisoned, landmarks, mask=mask, query_mask=exists)
+    for row, pad in enumerate(pads):
+        alone = slice(row, row + 1)
+        single = landmark_scores(
+            queries[alone, :, pad:], landmarks[alone], mask=None if mask is None else mask[alone]
+        )
+        torch.testing.assert_close(got[alone], single)
+
+
 @given(head_shapes, st.integers(1, 4), st.integers(1, 12), seeds)
 def test_landmark_scores_lie_between_the_mean_and_the_number_of_queries(shape, count, chunks, seed):
     batch, kv_heads, group = shape
@@ -89,6 +106,8 @@ Q, M = torch.zeros(2, 4, 8), torch.zeros(2, 2, 5, 8)
         (Q[0], M, {}, ValueError, "q_bar must have 3 dimensions"),
         (Q, M[0], {}, ValueError, "means must have 4 dimensions"),
         (Q[:, :3], M, {}, ValueError, "the heads of q_bar must be a multiple .* 3 and 2"),
+        (Q, M.to("meta"), {}, ValueError, "means must be on cpu like the other .*, got meta"),
+        (Q.int(), M, {}, TypeError, "q_bar must be of a floating dtype, got torch.int32"),
         (Q[:1], M, {}, ValueError, "q_bar and means must agree in batch and head size"),
         (Q, M, {"reduce": "sum"}, ValueError, "reduce must be one of mean, max, got 'sum'"),
         (
@@ -110,6 +129,17 @@ def test_errors_of_segment_scores(plain, q_bar, means, options, error, text):
     [
         ({"scale": math.inf}, ValueError, "scale must be finite, got inf"),
         ({"mask": torch.ones(2, 2, 5)}, TypeError, "mask must be of dtype torch.bool"),
+        ({"query_mask": torch.ones(2, 1)}, TypeError, "query_mask must be of dtype torch.bool"),
+        (
+            {"query_mask": torch.ones(2, 5, dtype=torch.bool)},
+            ValueError,
+            r"query_mask must have shape \(2, 1\), got \(2, 5\)",
+        ),
+        (
+            {"mask": torch.ones(2, 2, 5, dtype=torch.bool, device="meta")},
+            ValueError,
+            "mask must be on cpu like the other tensors, got meta",
+        ),
         (
             {"mask": torch.ones(2, 1, 5, dtype=torch.bool)},
             ValueError,

@@ -118,6 +118,19 @@ def test_statistics_equal_the_loop(shape, seed):
     torch.testing.assert_close(entropy.double(), wanted_entropy, atol=1e-6, rtol=1e-5)
 
 
+@given(shapes, seeds)
+def test_entropy_lies_within_zero_and_log_n(shape, seed):
+    batch, heads, tokens = shape
+    scores, offsets = scores_of(seed, batch, heads, tokens), either(seed, batch, tokens)
+    _, entropy = segment_statistics(scores, offsets)
+    for row in range(batch):
+        for k, (start, stop) in enumerate(pieces(offsets, row)):
+            count = (scores[row, :, start:stop] > -math.inf).sum(-1)
+            nats = entropy[row, :, k] * count.clamp_min(1).log()
+            assert (nats >= 0).all()
+            assert (nats <= count.clamp_min(1).log()).all()
+
+
 @given(shapes, st.floats(1e-3, 1e3), seeds)
 def test_entropy_is_normalised_and_ignores_the_scale(shape, factor, seed):
     batch, heads, tokens = shape
@@ -165,6 +178,20 @@ def test_guiding_keeps_the_order_inside_a_segment(shape, beta, lam, seed):
     batch, heads, tokens = shape
     scores, offsets = scores_of(seed, batch, heads, tokens), either(seed, batch, tokens)
     guided = segment_guided(scores, offsets, beta=beta, lam=lam)
+    for row in range(batch):
+        for start, stop in pieces(offsets, row):
+            order = scores[row, :, start:stop].argsort(-1)
+            sorted_ = guided[row, :, start:stop].gather(-1, order)
+            assert (sorted_[..., 1:] >= sorted_[..., :-1]).all()
+
+
+@given(shapes, st.floats(0, 1e4), st.floats(0, 9), st.floats(0, 3e38), seeds)
+def test_guided_scores_stay_finite_and_in_order(shape, beta, lam, largest, seed):
+    batch, heads, tokens = shape
+    scores, offsets = scores_of(seed, batch, heads, tokens) * largest, either(seed, batch, tokens)
+    scores.masked_fill_(scores.isnan(), -math.inf)  # forbidden times 0
+    guided = segment_guided(scores, offsets, beta=beta, lam=lam)
+    assert torch.equal(guided.isfinite(), scores > -math.inf)
     for row in range(batch):
         for start, stop in pieces(offsets, row):
             order = scores[row, :, start:stop].argsort(-1)
@@ -223,6 +250,9 @@ SCORES, OFFSETS = torch.zeros(2, 1, 4), torch.tensor([0, 2, 4])
             "offsets must be on cpu like the other tensors, got meta",
         ),
         (SCORES / 0, OFFSETS, ValueError, "scores must not hold NaN, got 8"),
+        (SCORES.to("meta"), OFFSETS, ValueError, "scores must hold values, got a tensor on meta"),
+        (SCORES[0], OFFSETS, ValueError, r"scores must have 3 dimensions, got shape \(1, 4\)"),
+        (SCORES.half(), OFFSETS, TypeError, "scores must be of dtype torch.float32, got torch.fl"),
         (SCORES - 1, OFFSETS, ValueError, "scores must not be negative .*, got -1"),
     ],
 )
@@ -248,6 +278,7 @@ def test_long_offsets_are_cut_short_in_the_error(plain):
         ({"beta": -1.0, "lam": 1.0}, ValueError, "beta must be finite and at least 0, got -1.0"),
         ({"beta": 1.0, "lam": math.inf}, ValueError, "lam must be finite and at least 0, got inf"),
         ({"beta": "1", "lam": 1.0}, TypeError, "beta must be a number, got '1'"),
+        ({"beta": 1e9, "lam": 5.0}, ValueError, r"\(1 \+ beta\) \*\* lam .*, got 1e\+09 and 5"),
     ],
 )
 def test_errors_of_the_guide(plain, options, error, text):
@@ -258,8 +289,9 @@ def test_errors_of_the_guide(plain, options, error, text):
 @pytest.mark.parametrize(
     ("weights", "error", "text"),
     [
-        (SCORES - 1, ValueError, "weights must be finite and not negative"),
-        (SCORES / 0, ValueError, "weights must be finite and not negative"),
+        (SCORES - 1, ValueError, "weights must be finite and not negative, got -1"),
+        (SCORES / 0, ValueError, "weights must be finite and not negative, got nan"),
+        (SCORES.bool(), TypeError, "weights must be of a floating dtype, got torch.bool"),
         (SCORES[:1], ValueError, r"weights must have shape \(2, 1, 4\), got \(1, 1, 4\)"),
         (SCORES[0], ValueError, "weights must have 3 dimensions"),
         (SCORES.to("meta"), ValueError, "weights must be on cpu"),

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +30,7 @@ IN_ALL = [
     ").",
     "%.",
 ]
-ONLY_WIDE = ["。", "！", "？", "؟", "।", "…", "。\n", "。」", "है।", "了。", "?…"]
+ONLY_WIDE = ["。", "！", "？", "｡", "؟", "۔", "।", "॥", "…", "。\n", "。」", "है।", "了。", "?…"]
 CLAUSE_MARKS = [",", ";", ":", "，", "；", "：", "、", "،", "؛", "):", '",', " ,", "::"]
 NEVER = [
     "3.14",
@@ -76,6 +78,31 @@ def test_white_space_counts_where_it_is_a_delimiter() -> None:
     assert ks.is_delimiter("\t", ks.DELIMITERS_SEMANTICACHE)
     assert not ks.is_delimiter(" the", ks.DELIMITERS_SEMANTICACHE)
     assert not ks.is_delimiter("\n  x", ks.DELIMITERS_SENTENCE)
+
+
+def written_out(text: str, marks: tuple[str, ...]) -> bool:
+    """The rule for marks of one character, as one expression and its exceptions."""
+    either = "|".join(map(re.escape, marks))
+    found = re.fullmatch(rf"(?s)(.*)({either})((?:\s|[\"'”’»」』)\]}}）］｝】》〉])*)", text)
+    if found is None:
+        return False
+    stem, mark, rest = found[1], found[2], re.sub(r"\s", "", found[3])
+    if rest and (mark.isspace() or (mark in ":;" and re.search(r"[)\]}）］｝】》〉]", rest))):
+        return False
+    if mark != "." or stem == "" or stem[-1] in marks:
+        return True
+    if stem[-1].isdigit():
+        return False
+    if stem[-1].upper() == stem[-1].lower():
+        return True
+    return "." not in stem and len([c for c in stem if c.isalpha()]) >= 3
+
+
+@given(
+    st.one_of(anything, st.text(max_size=6)), st.text(alphabet=".?!:;。\n )”'", max_size=3), sets
+)
+def test_equals_the_rule_written_out(start: str, end: str, marks: tuple[str, ...]) -> None:
+    assert ks.is_delimiter(start + end, marks) == written_out(start + end, marks)
 
 
 @given(sets, st.data())

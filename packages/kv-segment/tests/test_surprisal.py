@@ -8,6 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import kv_segment as ks
+from kv_segment import offsets as blocks
 
 surprisals = st.lists(st.integers(-40, 400).map(lambda v: v / 16), max_size=60)
 alphas = st.floats(-2, 3, allow_nan=False).map(lambda a: round(a, 3))
@@ -52,6 +53,33 @@ def test_a_constant_added_to_every_surprisal_changes_nothing(
     assert moved_anchors.tolist() == anchors.tolist()
 
 
+@given(st.lists(st.floats(0, 30, width=32), max_size=60), alphas, min_lengths, st.floats(-1e3, 1e3))
+def test_any_constant_changes_nothing_beyond_rounding(
+    h: list[float], alpha: float, shortest: int, constant: float
+) -> None:
+    """Any real number may be added where no value lies on the threshold itself."""
+    values = np.array(h, dtype=np.float64)
+    if h:
+        threshold = values.mean() + alpha * values.std()
+        assume(np.ptp(values) > 1e-6 and np.abs(values - threshold).min() > 1e-9)
+    offsets, anchors = ks.by_surprisal(values, alpha, shortest)
+    moved, moved_anchors = ks.by_surprisal(values + constant, alpha, shortest)
+    assert moved.tolist() == offsets.tolist()
+    assert moved_anchors.tolist() == anchors.tolist()
+
+
+@given(surprisals, alphas, min_lengths, st.integers(1, 9))
+def test_the_block_size_does_not_show(
+    h: list[float], alpha: float, shortest: int, block: int
+) -> None:
+    offsets, anchors = ks.by_surprisal(h, alpha, shortest)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "BLOCK", block)
+        again, anchors_again = ks.by_surprisal(h, alpha, shortest)
+    assert again.tolist() == offsets.tolist()
+    assert anchors_again.tolist() == anchors.tolist()
+
+
 @given(surprisals, alphas, min_lengths)
 def test_each_segment_is_all_anchors_or_a_long_span(
     h: list[float], alpha: float, shortest: int
@@ -82,6 +110,8 @@ def test_example_and_empty() -> None:
     offsets, anchors = ks.by_surprisal([1, 1, 1, 1, 9, 1, 9, 1, 1, 1], 1.0, 3)
     assert offsets.tolist() == [0, 4, 7, 10]
     assert anchors.tolist() == [False] * 4 + [True] * 3 + [False] * 3
+    offsets, anchors = ks.by_surprisal([7.5], 1.0, 1)
+    assert offsets.tolist() == [0, 1] and anchors.tolist() == [False]
     offsets, anchors = ks.by_surprisal([], 1.0, 16)
     assert offsets.tolist() == [0]
     assert anchors.shape == (0,)
@@ -95,6 +125,8 @@ def test_example_and_empty() -> None:
         ([float("inf")], 1.0, 1, ValueError, r"h must be finite, got h\[0\] = inf"),
         ([1j], 1.0, 1, TypeError, "h must hold real numbers, got dtype complex128"),
         ([1.0], float("inf"), 1, ValueError, "alpha must be finite, got inf"),
+        ([1.0], float("nan"), 1, ValueError, "alpha must be finite, got nan"),
+        ([[1.0], []], 1.0, 1, ValueError, r"h must be an array, got \[\[1.0\], \[\]\]"),
         ([1.0], 1.0, 0, ValueError, "min_length must be at least 1, got 0"),
     ],
 )

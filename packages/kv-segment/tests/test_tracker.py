@@ -62,6 +62,19 @@ def test_a_copy_goes_its_own_way(
         assert (twin.start, twin.length) == (fresh.start, fresh.length)
 
 
+def test_no_delimiter_only_delimiters_one_token_and_none() -> None:
+    for table, ids, expected in [
+        ([False, True], [0, 0, 0], [0]),
+        ([False, True], [1, 1, 1], [0]),
+        ([False, True], [1], [0]),
+        ([False, True], [], []),
+    ]:
+        tracker = ks.SentenceTracker(table)
+        assert [s for token in ids for s in tracker.feed([token])] == expected
+        assert (tracker.feed([]).tolist(), tracker.start) == ([], 0)
+        assert tracker.length == len(ids)
+
+
 def test_a_refused_piece_leaves_the_state() -> None:
     tracker = ks.SentenceTracker(np.array([False, True]))
     tracker.feed([0, 1])

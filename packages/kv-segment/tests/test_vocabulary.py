@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import byte_level, unigram
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
@@ -20,6 +21,34 @@ NO = ["3.14", "e.g.", "U.S.", ":)", "Mr.", "the", " cat", "很", "है", ".com
 pieces = st.lists(
     st.text(alphabet="abZ3.?!:,)' \n。很है", min_size=1, max_size=5), min_size=1, max_size=12
 )
+
+
+SEGMENTS = {
+    "english": [
+        ["Mr.", " Smith", " paid", " 3.14", ",", " e.g.", " for", " tea", ".\n\n"],
+        [" Why", "?!"],
+        [" The", " U.S.", " team", " won", " :)", " again", "...", " "],
+        ["So", " what", " ."],
+    ],
+    "chinese": [
+        ["今天", "天气", "很好", "。"],
+        ["我们", "去", "公园", "，", "好吗", "？", "！"],
+        ["明天见", "……\n"],
+        ["他说：", "「", "再见", "。」"],
+        ["好"],
+    ],
+    "arabic": [
+        ["كيف", " حالك", "؟"],
+        [" أنا", " بخير", "،", " شكرا", "؛", " هذا", " جيد", "."],
+        [" وداعا", "!"],
+    ],
+    "hindi": [
+        ["यह", " एक", " वाक्य", " है", "।"],
+        [" क्या", " आप", " ठीक", " हैं", "?"],
+        [" हाँ", ",", " धन्यवाद।"],
+        ["इति", " ॥"],
+    ],
+}
 
 
 class TransformersLike:
@@ -38,11 +67,40 @@ class TransformersLike:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
 
+@pytest.mark.parametrize("marks", SETS[:2])
 @pytest.mark.parametrize(("texts", "expected"), [(YES, True), (NO, False)])
-def test_merged_tokens_and_look_alikes(build: Build, texts: list[str], expected: bool) -> None:
+def test_merged_tokens_and_look_alikes(
+    build: Build, texts: list[str], expected: bool, marks: tuple[str, ...]
+) -> None:
     tokenizer, ids, _ = build(texts)
-    table = ks.delimiter_table(tokenizer, ks.DELIMITERS_SENTENCE)
+    table = ks.delimiter_table(tokenizer, marks)
     assert table[ids].tolist() == [expected] * len(ids)
+
+
+@pytest.mark.parametrize("language", list(SEGMENTS))
+def test_segments_of_each_language(build: Build, language: str) -> None:
+    """The tokens of each segment, written by hand, come out as that segment."""
+    segments = [[t for t in tokens if t.strip()] for tokens in SEGMENTS[language]]
+    tokenizer, ids, _ = build([token for tokens in segments for token in tokens])
+    table = ks.delimiter_table(tokenizer, ks.DELIMITERS_SENTENCE)
+    ids = ids[: sum(map(len, segments))]  # WordPiece gives each token twice
+    expected = [0, *np.cumsum([len(tokens) for tokens in segments]).tolist()]
+    assert ks.by_punctuation(ids, table).tolist() == expected
+
+
+def test_segments_of_python_source() -> None:
+    """Lines are the segments; `.` inside a name or a number ends none, WordPiece has no lines."""
+    lines = [
+        ["def", " f", "(", "x", ":", " int", "):", "\n"],
+        ["    ", "y", " =", " 3.14", " *", " np", ".sum", "(", "x", ")", "  #", " e.g.", "\n\n"],
+        ["    ", "return", " y", "\n"],
+    ]
+    flat = [token for line in lines for token in line]
+    for build in (byte_level, unigram):
+        tokenizer, ids, _ = build(flat)
+        table = ks.delimiter_table(tokenizer, ks.DELIMITERS_SENTENCE)
+        expected = [0, *np.cumsum([len(line) for line in lines]).tolist()]
+        assert ks.by_punctuation(ids, table).tolist() == expected
 
 
 @given(parts=pieces, marks=st.sampled_from(SETS))
@@ -88,12 +146,15 @@ def test_segment_texts_join_to_the_text(trained: Tokenizer, text: str) -> None:
     encoding = trained.encode(text)
     table = ks.delimiter_table(trained, ks.DELIMITERS_CLAUSE)
     for cut in (ks.by_punctuation, ks.by_delimiters):
-        offsets = cut(encoding.ids, table)
-        parts = [encoding.ids[a:b] for a, b in itertools.pairwise(offsets)]
-        assert [i for part in parts for i in part] == encoding.ids
-        spans = [encoding.offsets[a:b] for a, b in itertools.pairwise(offsets)]
-        covered = "".join(text[s[0][0] : s[-1][1]] for s in spans)
-        assert covered.replace(" ", "").replace("\n", "") == text.replace(" ", "").replace("\n", "")
+        parts = list(itertools.pairwise(cut(encoding.ids, table)))
+        if isinstance(trained.model, models.BPE):
+            assert "".join(trained.decode(encoding.ids[a:b]) for a, b in parts) == text
+        elif isinstance(trained.model, models.Unigram):
+            spelled = "".join("".join(encoding.tokens[a:b]) for a, b in parts)
+            assert spelled.replace("▁", " ") in (text, f" {text}")
+        else:  # no token holds white space
+            spelled = "".join(text[s:e] for a, b in parts for s, e in encoding.offsets[a:b])
+            assert spelled == "".join(text.split())
 
 
 def test_special_tokens_and_missing_ids_are_no_delimiters() -> None:

@@ -42,6 +42,12 @@ def check_device(name: str, value: Tensor, device: torch.device) -> None:
         raise ValueError(f"{name} must be on {device} like the other tensors, got {value.device}")
 
 
+def check_readable(name: str, value: Tensor) -> None:
+    """`value` has values that can be looked at."""
+    if value.is_meta:
+        raise ValueError(f"{name} must hold values, got a tensor on {value.device}")
+
+
 def check_positive(name: str, value: object) -> None:
     """`value` is an integer of at least 1."""
     if not isinstance(value, int) or isinstance(value, bool):
@@ -92,6 +98,7 @@ def check_scores(name: str, value: object) -> None:
     scores: Tensor = value  # type: ignore[assignment]
     if scores.dtype != torch.float32:
         raise TypeError(f"{name} must be of dtype torch.float32, got {scores.dtype}")
+    check_readable(name, scores)
     if scores.numel() == 0:
         return
     top = scores.amax().item()  # amax passes NaN on
@@ -114,6 +121,7 @@ def check_offsets(name: str, value: object, batch: int, tokens: int, device: tor
     if value.ndim == 2 and value.shape[0] != batch:
         raise ValueError(f"{name} must have {batch} rows, got shape {tuple(value.shape)}")
     check_device(name, value, device)
+    check_readable(name, value)
     if value.numel() == 0:
         return
     if bool((value.diff(dim=-1) < 0).any()):

@@ -37,7 +37,8 @@ def window_attention(
     never read and score -inf, and a query at such a position counts for nothing.
     `reduce`: `none` keeps query heads (H = H_q), `kv_head` takes the mean of each group
     (H = H_kv), `layer` the mean of all heads (H = 1). Everything is computed in float32; two
-    passes over the keys in chunks of `chunk` hold O(H_q * N * chunk) numbers.
+    passes over the keys in chunks of `chunk`, or one where a chunk holds all of them, take
+    O(H_q * N * chunk) numbers.
 
     Raises ValueError or TypeError for wrong shapes, dtypes, devices, N > T, `reduce`, `chunk`.
     Source: SnapKV; SentenceKV section 4.1 (alpha_i); SABlock Eqs. 3 and 4 (`reduce="layer"`).
@@ -143,14 +144,18 @@ def _received(
         higher = torch.maximum(top, part.amax(-1, keepdim=True))
         total.mul_(torch.exp(top - higher)).add_(part.sub_(higher).exp_().sum(-1, keepdim=True))
         top = higher
-        del part  # or the next chunk is built beside it
+        if tokens > chunk:
+            del part  # or the next chunk is built beside it
     if unseen is not None:
         total.masked_fill_(unseen, math.inf)
 
     scores = torch.empty(batch, reduced_heads(heads, kv_heads, reduce), end, device=keys.device)
     for start in range(0, end, chunk):
         stop = min(start + chunk, end)
-        mass = logits(start, stop).sub_(top).exp_().div_(total).unflatten(2, (group, count)).sum(3)
+        # What the first pass left of its only chunk is what the second would build.
+        part = part[..., :end] if tokens <= chunk else logits(start, stop).sub_(top).exp_()
+        mass = part.div_(total).unflatten(2, (group, count)).sum(3)
+        del part
         scores[..., start:stop] = reduce_groups(mass, reduce)
     if key_mask is not None:
         scores.masked_fill_(~key_mask[:, None, :end], -math.inf)

@@ -24,7 +24,9 @@ def chunk_cosine(
 
     Shapes: `keys` [B, H, T, D] -> float32[B, H, T // size]: whole chunks only, an unfinished one
     at the end is not a chunk. A zero vector has cosine 0. `key_mask` is True where a key exists;
-    the others are not read, and a chunk without any has cosine +inf (nothing to fail).
+    the others are not read, and a chunk without any has cosine +inf (nothing to fail). Chunks
+    are counted from position 0 for all rows, so padding at the left moves a row's own chunks
+    unless it is a multiple of `size`; a chunk that padding cuts is judged by the keys it has.
     Raises ValueError or TypeError for wrong shapes, dtypes, devices, `size`.
     Source: ShadowKV Algorithm 1.
     """

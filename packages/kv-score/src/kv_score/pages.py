@@ -46,6 +46,7 @@ def page_bounds(
     """Smallest and largest value of each channel in each page of `size` keys.
 
     lower_pd = min_{j in p} k_jd, upper_pd = max_{j in p} k_jd; the last page may be shorter.
+    Pages are counted from position 0 for all rows, padding included.
 
     Shapes: `keys` [B, H, T, D] -> two [B, H, P, D] of the same dtype, P = ceil(T / size).
     `key_mask` is True where a key exists; the others are not read, and a page without any has
@@ -89,6 +90,7 @@ def bound_scores(
     *,
     reduce: Literal["none", "kv_head"] = "kv_head",
     mask: Bool[Tensor, "b p"] | None = None,
+    query_mask: Bool[Tensor, "b n"] | None = None,
 ) -> Float32[Tensor, "b h_out p"]:
     """Largest dot product that a query could have with any key inside a page's bounds.
 
@@ -98,6 +100,8 @@ def bound_scores(
 
     Shapes: `queries` [B, H_q, N, D]; bounds [B, H_kv, P, D]; result float32[B, H_kv, P], or
     [B, H_q, P] with `reduce="none"`. `mask` [B, P] is False for pages without keys: -inf.
+    `query_mask` [B, N] is True where a query exists; the others are not read, and a row without
+    any query scores -inf.
     Raises ValueError or TypeError for wrong shapes, dtypes, devices, `reduce`, N = 0.
     Source: Quest section 3.3 (one query per step there; the maxima are ours).
     """
@@ -109,10 +113,16 @@ def bound_scores(
         raise ValueError(f"queries must hold at least one query, got shape {tuple(queries.shape)}")
     if mask is not None:
         check_mask("mask", mask, (lower.shape[0], lower.shape[2]), lower.device)
+    if query_mask is not None:
+        check_mask("query_mask", query_mask, (len(queries), queries.shape[2]), queries.device)
+        queries = queries.masked_fill(~query_mask[:, None, :, None], 0.0)
     packed = pack(queries, lower.shape[1])
     # max(q*lo, q*up) is q*up for q > 0 and q*lo otherwise: two products, no [.., P, D] in between.
     reach = packed.clamp_min(0.0) @ upper.float().mT
     reach += packed.clamp_max(0.0) @ lower.float().mT
-    reach = reach.unflatten(2, (group, -1)).amax(3)
+    reach = reach.unflatten(2, (group, -1))
+    if query_mask is not None:
+        reach.masked_fill_(~query_mask[:, None, None, :, None], -math.inf)
+    reach = reach.amax(3)
     scores = reach.flatten(1, 2) if reduce == "none" else reach.amax(2)
     return scores if mask is None else scores.masked_fill(~mask[:, None], -math.inf)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Float32
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from kv_score._checks import check_choice, check_positive, check_scores
 
 
+@torch.no_grad()
 def pool(
     scores: Float32[Tensor, "b h t"],
     mode: Literal["none", "avg", "max"] = "avg",

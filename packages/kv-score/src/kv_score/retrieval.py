@@ -49,6 +49,7 @@ def landmark_scores(
     *,
     scale: float | None = None,
     mask: Bool[Tensor, "b h_kv c"] | None = None,
+    query_mask: Bool[Tensor, "b n"] | None = None,
 ) -> Float32[Tensor, "b h_kv c"]:
     """Attention over landmarks: softmax per query head, sum over queries, max over the group.
 
@@ -57,6 +58,7 @@ def landmark_scores(
     Shapes: `queries` [B, H_q, N, D], `landmarks` [B, H_kv, C, D], result float32[B, H_kv, C].
     `scale` is 1/sqrt(D) unless given. `mask` [B, H_kv, C] is True where a landmark may be chosen
     (False: an outlier kept elsewhere, or padding); the others are not read and score -inf.
+    `query_mask` [B, N] is True where a query exists; the others are not read and add nothing.
     Raises ValueError or TypeError for wrong shapes, dtypes, devices.
     Source: ShadowKV Algorithm 2.
     """
@@ -65,6 +67,10 @@ def landmark_scores(
         check_number("scale", scale)
     if mask is not None:
         check_mask("mask", mask, tuple(landmarks.shape[:3]), landmarks.device)
+    if query_mask is not None:
+        check_mask("query_mask", query_mask, (len(queries), queries.shape[2]), queries.device)
+        # What does not exist may hold anything: it must not reach a sum.
+        queries = queries.masked_fill(~query_mask[:, None, :, None], 0.0)
     packed = pack(queries, landmarks.shape[1])
     scale = queries.shape[-1] ** -0.5 if scale is None else scale
     logits = packed.mul(scale) @ landmarks.float().mT  # [B, H_kv, G*N, C]
@@ -72,5 +78,8 @@ def landmark_scores(
         # The lowest finite number, not -inf: a row with nothing to choose must not become NaN.
         hidden = ~mask[:, :, None]
         logits.masked_fill_(hidden, torch.finfo(torch.float32).min)
-    scores = logits.softmax(-1).unflatten(2, (group, queries.shape[2])).sum(3).amax(2)
+    weights = logits.softmax(-1).unflatten(2, (group, queries.shape[2]))
+    if query_mask is not None:
+        weights.masked_fill_(~query_mask[:, None, None, :, None], 0.0)
+    scores = weights.sum(3).amax(2)
     return scores if mask is None else scores.masked_fill(~mask, -math.inf)

@@ -44,8 +44,11 @@ def segment_mean(
         check_tensor("weights", weights, ndim=3)
         check_shape("weights", weights, (batch, heads, tokens), broadcast=1)
         check_device("weights", weights, x.device)
-        if not bool((weights.isfinite() & (weights >= 0)).all()):
-            raise ValueError("weights must be finite and not negative")
+        wrong = ~(weights.isfinite() & (weights >= 0))
+        if bool(wrong.any()):
+            raise ValueError(
+                f"weights must be finite and not negative, got {float(weights[wrong][0]):g}"
+            )
     count = offsets.shape[-1] - 1
     slots = _slots(offsets, batch, heads, tokens)
     sums = torch.zeros(batch * heads * (count + 1), size, device=x.device)
@@ -97,12 +100,18 @@ def segment_guided(
     I_k is the segment's mean score over the largest such mean (of this row and head), D_k its
     normalised entropy (`segment_statistics`). The order inside a segment does not change;
     lam = 0 changes nothing. Shapes and errors as in `segment_statistics`; `beta` and `lam` are
-    finite and not negative. Forbidden tokens stay -inf; tokens of no segment keep their score.
+    finite and not negative, and (1 + beta) ** lam fits float32. Scores that would leave float32
+    become its largest number. Forbidden tokens stay -inf; tokens of no segment keep their score.
 
     Source: SABlock Eqs. 7 and 8, whose text is lost: the form is ours.
     """
     check_number("beta", beta, low=0.0)
     check_number("lam", lam, low=0.0)
+    if lam * math.log1p(beta) >= math.log(_LARGEST):
+        raise ValueError(
+            "beta and lam must keep the largest weight (1 + beta) ** lam within float32, "
+            f"got {beta:g} and {lam:g}"
+        )
     slots = _checked_slots(scores, offsets)
     count = offsets.shape[-1] - 1
     if count == 0:
@@ -113,10 +122,11 @@ def segment_guided(
     weight = (importance + beta * entropy) ** lam
     outside = torch.ones_like(weight[..., :1])
     weight = torch.cat((weight, outside), -1).flatten()[slots]
-    return torch.where(scores == -math.inf, scores, scores * weight)
+    return torch.where(scores == -math.inf, scores, (scores * weight).clamp_max_(_LARGEST))
 
 
 _TINY = torch.finfo(torch.float32).tiny
+_LARGEST = torch.finfo(torch.float32).max
 
 
 def _checked_slots(scores: Tensor, offsets: Tensor) -> Tensor:
@@ -160,5 +170,5 @@ def _statistics(scores: Tensor, slots: Tensor, count: int) -> tuple[Tensor, Tens
     spread = torch.cat((total, torch.ones_like(total[..., :1])), -1).flatten()[slots]
     part = value / torch.where(spread > 0, spread, 1.0)
     bits = _sum(-torch.xlogy(part, part), slots, count)
-    entropy = (bits / size.clamp_min(2.0).log()).clamp_(0.0, 1.0)
+    entropy = bits / size.clamp_min(2.0).log()
     return mean.float(), entropy.float()

@@ -6,7 +6,13 @@ import torch
 from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
-from kv_score._checks import check_device, check_mask, check_positive, check_tensor
+from kv_score._checks import (
+    check_device,
+    check_mask,
+    check_positive,
+    check_readable,
+    check_tensor,
+)
 
 
 @torch.no_grad()
@@ -17,7 +23,7 @@ def surprisal(
     *,
     mask: Bool[Tensor, "b t"] | None = None,
     chunk: int = 1024,
-    vocab_chunk: int = 8192,
+    vocab_chunk: int = 4096,
 ) -> Float32[Tensor, "b t"]:
     """Surprisal of each token in nats: H_t = logsumexp_v(W_v . h_{t-1}) - W_{id_t} . h_{t-1}.
 
@@ -25,8 +31,8 @@ def surprisal(
     same dtype; `ids` int64[B, T]; result float32[B, T]. A row's first token has no prediction:
     its surprisal is 0, and so is that of every token where `mask` (True where a token exists) is
     False or whose predecessor does not exist. Logits are computed in the dtype of `hidden`, as
-    the model does, and summed in float32; `chunk` positions by `vocab_chunk` words are held at a
-    time.
+    the model does, and summed in float32; never more logits are held than `chunk` positions by
+    `vocab_chunk` words in float32 take.
 
     Raises ValueError or TypeError for wrong shapes, dtypes, devices, ids outside the vocabulary.
     Source: SeKV section 3.1, Eq. 1.
@@ -51,28 +57,30 @@ def surprisal(
         check_mask("mask", mask, (batch, tokens), hidden.device)
     check_positive("chunk", chunk)
     check_positive("vocab_chunk", vocab_chunk)
+    check_readable("ids", ids)
     known = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.clone()
     known[:, 1:] &= known[:, :-1].clone()
     known[:, :1] = False
-    wanted = ids[known]
-    if wanted.numel():
-        low, high = int(wanted.min()), int(wanted.max())
+    places = known.flatten().nonzero()[:, 0]
+    if len(places):
+        low, high = (int(bound) for bound in ids[known].aminmax())
         if low < 0 or high >= vocab:
             raise ValueError(f"ids must lie within the {vocab} words, got {low} to {high}")
 
-    row, column = known.nonzero(as_tuple=True)
     result = hidden.new_zeros(batch, tokens, dtype=torch.float32)
-    for start in range(0, wanted.numel(), chunk):
-        part = slice(start, start + chunk)
-        states = hidden[row[part], column[part] - 1]
-        result[row[part], column[part]] = _negative_log_likelihood(
-            states, lm_head_weight, wanted[part], vocab_chunk
+    for start in range(0, len(places), chunk):
+        place = places[start : start + chunk]
+        row, column = place // tokens, place % tokens
+        result[row, column] = _negative_log_likelihood(
+            hidden[row, column - 1], lm_head_weight, ids[row, column], vocab_chunk
         )
     return result
 
 
 def _negative_log_likelihood(states: Tensor, weight: Tensor, ids: Tensor, step: int) -> Tensor:
-    """float32[N] for states [N, E], one slice of the vocabulary at a time."""
+    """float32[N] for states [N, E], one slice of `step` words' float32 logits at a time."""
+    if weight.dtype != torch.float32:  # the logits stand beside their float32 copy for a moment
+        step = max(step * 4 // (4 + weight.itemsize), 1)
     top = torch.full(ids.shape, torch.finfo(torch.float32).min, device=states.device)
     total = torch.zeros_like(top)
     chosen = torch.zeros_like(top)
@@ -84,5 +92,6 @@ def _negative_log_likelihood(states: Tensor, weight: Tensor, ids: Tensor, step: 
         higher = torch.maximum(top, logits.amax(1))
         total.mul_(torch.exp(top - higher)).add_(logits.sub_(higher[:, None]).exp_().sum(1))
         top = higher
+        del logits  # or the next slice is built beside it
     # The maximum and the sum stay apart: as one number, large logits would eat the sum's digits.
     return total.log() + (top - chosen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,26 @@ def integer(name: str, value: int, *, least: int) -> int:
     return int(value)
 
 
+def number(name: str, value: float) -> float:
+    """`value` as a finite float."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}")
+    return float(value)
+
+
+def as_array(name: str, value: ArrayLike) -> NDArray[Any]:
+    """`value` as an array; rows of unequal length are none."""
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise ValueError(f"{name} must be an array, got {value!r}") from error
+
+
 def integers(name: str, value: ArrayLike) -> NDArray[np.integer[Any]]:
     """`value` as a one-dimensional integer array, without a copy where it is one."""
-    array = np.asarray(value)
+    array = as_array(name, value)
     if array.ndim != 1:
         raise ValueError(f"{name} must have one dimension, got shape {array.shape}")
     if array.size == 0 and array.dtype.kind == "f":  # np.asarray([]) is a float array
@@ -31,7 +49,7 @@ def integers(name: str, value: ArrayLike) -> NDArray[np.integer[Any]]:
 
 def delimiter_mask(name: str, value: ArrayLike) -> NDArray[np.bool_]:
     """`value` as a one-dimensional bool array: one entry per vocabulary id."""
-    table = np.asarray(value)
+    table = as_array(name, value)
     if table.ndim != 1:
         raise ValueError(f"{name} must have one dimension, got shape {table.shape}")
     if table.dtype != np.bool_:

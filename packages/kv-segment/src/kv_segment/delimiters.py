@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-DELIMITERS_SENTENCE: tuple[str, ...] = (".", "?", "!", "。", "？", "！", "؟", "।", "…", "\n")
-"""Sentence ends (SentenceKV, section 4.1): Latin, CJK, Arabic, Devanagari, and the newline."""
+DELIMITERS_SENTENCE: tuple[str, ...] = (
+    *(".", "?", "!", "…", "\n"),
+    *("。", "？", "！", "｡", "؟", "۔", "।", "॥"),
+)
+"""Sentence ends (SentenceKV, section 4.1): Latin, newline; CJK, Arabic, Urdu, Devanagari."""
 
 DELIMITERS_CLAUSE: tuple[str, ...] = (
     *DELIMITERS_SENTENCE,

@@ -11,6 +11,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from kv_segment import _check
 
+BLOCK = 16384  # tokens that are looked at together: their temporaries stay in the cache
+
 
 def check_offsets(offsets: ArrayLike, n: int) -> NDArray[np.int64]:
     """`offsets[0] == 0 < offsets[1] < ... < offsets[S] == n`, or an error that says what is wrong.
@@ -51,7 +53,9 @@ def segment_ids(offsets: ArrayLike) -> NDArray[np.int64]:
     """
     array = _check.integers("offsets", offsets)
     array = check_offsets(array, int(array[-1]) if array.size and array[-1] > 0 else 0)
-    return np.repeat(np.arange(len(array) - 1, dtype=np.int64), np.diff(array))
+    ids = np.zeros(int(array[-1]), dtype=np.int64)
+    ids[array[1:-1]] = 1
+    return np.cumsum(ids, out=ids)
 
 
 def fixed(n: int, size: int) -> NDArray[np.int64]:
@@ -67,4 +71,19 @@ def fixed(n: int, size: int) -> NDArray[np.int64]:
     """
     n = _check.integer("n", n, least=0)
     size = _check.integer("size", size, least=1)
-    return np.append(np.arange(0, n, size, dtype=np.int64), np.int64(n))
+    size = min(size, max(n, 1))
+    offsets = np.arange(0, n + size, size, dtype=np.int64)
+    offsets[-1] = n
+    return offsets
+
+
+def from_starts(starts: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Offsets of the segments whose first tokens are True; the first of all must be."""
+    offsets = np.empty(int(np.count_nonzero(starts)) + 1, dtype=np.int64)
+    offsets[-1] = len(starts)
+    filled = 0
+    for i in range(0, len(starts), BLOCK):
+        found = np.flatnonzero(starts[i : i + BLOCK])
+        np.add(found, i, out=offsets[filled : filled + len(found)])
+        filled += len(found)
+    return offsets

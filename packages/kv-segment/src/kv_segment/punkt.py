@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from array import array
+from itertools import chain
+from typing import Any
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from kv_segment import _check
 
 
 def sentences(
     text: str, char_spans: ArrayLike, *, train_on_text: bool = False
 ) -> NDArray[np.int64]:
     """`offsets` of the tokens of each Punkt sentence: a token goes with its last character.
+
+    Punkt ends sentences at `.`, `?` and `!` only; for marks of other scripts see
+    `by_punctuation`.
 
     White space after a sentence belongs to it. Tokens without a character, such as special
     tokens with the span (0, 0), go with the token before them. A sentence whose characters
@@ -42,15 +51,15 @@ def sentences(
 
     punkt = PunktSentenceTokenizer(text if train_on_text else None)
     starts = np.fromiter((start for start, _ in punkt.span_tokenize(text)), dtype=np.int64)
-    # Characters before the first start are white space and go with the first sentence.
-    sentence = np.searchsorted(starts[1:], ends - 1, side="right")
-    changes = np.flatnonzero(sentence[1:] != sentence[:-1]) + 1
-    return np.concatenate(([0], changes, [len(ends)])).astype(np.int64, copy=False)
+    # Characters before the first start are white space and go with the first sentence. The others
+    # begin with the first token that ends after their start; several may begin with one token.
+    first = np.searchsorted(ends, starts[1:], side="right")
+    return np.unique(np.concatenate(([0], first, [len(ends)]))).astype(np.int64, copy=False)
 
 
 def _check_spans(char_spans: ArrayLike, n: int) -> NDArray[np.int64]:
     """Ends of the spans, those of empty spans taken from the token before: int64[T], rising."""
-    spans = np.asarray(char_spans)
+    spans = _pairs(char_spans)
     if spans.size == 0:
         spans = spans.reshape(-1, 2).astype(np.int64)
     if spans.ndim != 2 or spans.shape[1] != 2:
@@ -74,3 +83,15 @@ def _check_spans(char_spans: ArrayLike, n: int) -> NDArray[np.int64]:
             f"after a token that ends at {ends[i]}"
         )
     return ends
+
+
+def _pairs(char_spans: ArrayLike) -> NDArray[Any]:
+    """`char_spans` as an array; a list of pairs of ints, as tokenizers give it, the fast way."""
+    if isinstance(char_spans, (list, tuple)):
+        try:
+            if set(map(len, char_spans)) == {2}:
+                flat = array("q", chain.from_iterable(char_spans))
+                return np.frombuffer(flat, dtype=np.int64).reshape(-1, 2)
+        except (TypeError, OverflowError):  # not sequences, or not of ints: np.asarray shows what
+            pass
+    return _check.as_array("char_spans", char_spans)

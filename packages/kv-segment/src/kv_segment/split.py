@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kv_segment import _check
-
-_BLOCK = 16384
+from kv_segment import _check, offsets
 
 
 def by_delimiters(ids: ArrayLike, table: ArrayLike) -> NDArray[np.int64]:
@@ -50,49 +48,39 @@ def by_punctuation(ids: ArrayLike, table: ArrayLike) -> NDArray[np.int64]:
 
 def _split(ids: ArrayLike, table: ArrayLike, *, alone: bool) -> NDArray[np.int64]:
     tokens = _check.integers("ids", ids)
-    marks = _check.delimiter_mask("table", table)
-    starts = np.empty(len(tokens), dtype=np.bool_)
-    before = False
-    for i in range(0, len(tokens), _BLOCK):
-        before = mark_starts(tokens[i : i + _BLOCK], marks, before, alone, starts[i : i + _BLOCK])
+    starts, _ = mark_starts(tokens, _check.delimiter_mask("table", table), alone=alone)
     if len(starts):
         starts[0] = True
-    return _offsets(starts)
+    return offsets.from_starts(starts)
 
 
 def mark_starts(
     ids: NDArray[np.integer[Any]],
     table: NDArray[np.bool_],
-    before: bool,
+    *,
     alone: bool,
-    starts: NDArray[np.bool_],
-) -> bool:
-    """Fill `starts` for one block; `before` says whether the token before it is a delimiter.
+    before: bool = False,
+) -> tuple[NDArray[np.bool_], bool]:
+    """Where segments start: bool[T], and whether the last token is a delimiter.
 
-    Returns whether the block's last token is a delimiter. The first start of a text is the
+    `before` says whether the token before `ids` is one. The first start of a text is the
     caller's to set.
     """
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= len(table):
-        raise ValueError(
-            f"ids must be in [0, {len(table)}), the size of table, got {low if low < 0 else high}"
-        )
-    marks = table[ids]
-    previous = np.empty_like(marks)
-    previous[0] = before
-    previous[1:] = marks[:-1]
-    # On bools, greater is "a and not b".
-    (np.logical_or if alone else np.greater)(previous, marks, out=starts)
-    return bool(marks[-1])
-
-
-def _offsets(starts: NDArray[np.bool_]) -> NDArray[np.int64]:
-    count = int(np.count_nonzero(starts))
-    offsets = np.empty(count + 1, dtype=np.int64)
-    offsets[-1] = len(starts)
-    filled = 0
-    for i in range(0, len(starts), _BLOCK):
-        found = np.flatnonzero(starts[i : i + _BLOCK])
-        offsets[filled : filled + len(found)] = found + i
-        filled += len(found)
-    return offsets
+    starts = np.empty(len(ids), dtype=np.bool_)
+    for i in range(0, len(ids), offsets.BLOCK):
+        block = ids[i : i + offsets.BLOCK]
+        low, high = int(block.min()), int(block.max())
+        if low < 0 or high >= len(table):
+            raise ValueError(
+                f"ids must be in [0, {len(table)}), the size of table, "
+                f"got {low if low < 0 else high}"
+            )
+        marks = table[block]
+        previous = np.empty_like(marks)
+        previous[0] = before
+        previous[1:] = marks[:-1]
+        before = bool(marks[-1])
+        # On bools, greater is "a and not b".
+        compare = np.logical_or if alone else np.greater
+        compare(previous, marks, out=starts[i : i + offsets.BLOCK])
+    return starts, before

@@ -46,11 +46,11 @@ class SentenceTracker:
         tokens = _check.integers("ids", ids)
         if len(tokens) == 0:
             return np.empty(0, dtype=np.int64)
-        marks = np.empty(len(tokens), dtype=np.bool_)
-        after = mark_starts(tokens, self._table, self._after_delimiter, False, marks)
+        marks, after = mark_starts(tokens, self._table, alone=False, before=self._after_delimiter)
         if self.length == 0:
             marks[0] = True
-        starts = np.flatnonzero(marks).astype(np.int64, copy=False) + self.length
+        starts = np.flatnonzero(marks).astype(np.int64, copy=False)
+        starts += self.length
         self._after_delimiter = after
         self.length += len(tokens)
         if len(starts):
