@@ -2,7 +2,7 @@
 
 One line per environment, then the total. What failed outside of the tests (an installation, a
 linter), according to tox's result file, counts as one failure, as does a result file that tox did
-not come to write.
+not come to write. An environment that did not run for want of an interpreter counts as one skip.
 """
 
 from __future__ import annotations
@@ -25,23 +25,21 @@ def read_junit(file: Path) -> Counts:
     return tests, failures + errors, skipped
 
 
-def failed_environments(result: Path) -> set[str]:
-    """Names of the environments that tox's result file does not call a success."""
+def outcomes(result: Path) -> dict[str, dict[str, object]]:
+    """What tox's result file says of each environment."""
     if not result.is_file():
-        return {"tox"}
+        return {"tox": {"success": False}}
     environments = json.loads(result.read_text(encoding="utf-8")).get("testenvs", {})
-    return {
-        name
-        for name, outcome in environments.items()
-        if not outcome.get("result", {}).get("success", True)
-    }
+    return {name: outcome.get("result", {}) for name, outcome in environments.items()}
 
 
 def summary(junit: Path, result: Path | None = None) -> list[str]:
     counts = {file.stem: read_junit(file) for file in sorted(junit.glob("*.xml"))}
-    for name in failed_environments(result) if result else ():
+    for name, outcome in outcomes(result).items() if result else ():
         tests, failed, skipped = counts.get(name, (0, 0, 0))
-        if not failed:
+        if outcome.get("skipped"):
+            counts[name] = (1, 0, 1)
+        elif not outcome.get("success", True) and not failed:
             counts[name] = (tests + 1, 1, skipped)
     lines = []
     total = [0, 0, 0]

@@ -49,3 +49,14 @@ def test_failed_tests_are_not_counted_twice(tmp_path: Path) -> None:
 def test_success_adds_nothing(tmp_path: Path) -> None:
     write(tmp_path, "one", 5, 0, 0, 0)
     assert summary(tmp_path, result(tmp_path, one=True))[-1] == "5 passed, 0 failed"
+
+
+def test_an_interpreter_that_is_missing_shows(tmp_path: Path) -> None:
+    write(tmp_path, "one", 5, 0, 0, 0)
+    path = tmp_path / "result.json"
+    skipped = {"result": {"success": False, "skipped": True}}
+    path.write_text(json.dumps({"testenvs": {"one-py310": skipped}}))
+    one, missing, closing = summary(tmp_path, path)
+    assert one.split()[0] == "one"
+    assert missing.split() == ["one-py310", "0", "passed,", "0", "failed,", "1", "skipped"]
+    assert closing == "5 passed, 0 failed, 1 skipped"
