@@ -13,12 +13,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kv_integration import Eviction, Plan, Row, attach
-from kv_integration.budget import budget_entries, split_window
+from kv_integration.budget import split_window
 from kv_integration.embedded import model_path
+from kv_integration.eviction import with_latest
 from kv_integration.haystack import needle_prompt, read_keys
-from kv_integration.method import Context, segment_prompt
-from kv_integration.methods.sablock import cut_offsets
+from kv_integration.method import Context
 from kv_integration.observation import observed_scores
+from kv_integration.segments import SegmentPlan, cut_offsets
 from kv_policies import top_segments
 from kv_score import segment_statistics
 from kv_segment import by_punctuation
@@ -32,17 +33,16 @@ class ParagraphKV(Eviction):
     observe: int = 32
 
     def begin(self, ids: Sequence[Tensor], context: Context) -> Plan:
-        return Plan(segment_prompt(ids, context.delimiters(("\n\n",)), by_punctuation))
+        return SegmentPlan(ids, context.delimiters(("\n\n",)), by_punctuation)
 
     def keep(self, row: Row, plan: Plan) -> Tensor:
-        budget = budget_entries(self.budget, row.tokens)
+        budget = row.granted(self.budget)
         window, selected = split_window(budget, row.queries.shape[2])
         scores = observed_scores(row, window, pooling="max", kernel=7)
-        offsets = cut_offsets(plan.offsets[row.index], row.tokens - window)
+        offsets = cut_offsets(plan.of(row), row.tokens - window)
         mean, _ = segment_statistics(scores, offsets)
         chosen = top_segments(mean, scores, offsets, selected)
-        latest = torch.arange(row.tokens - window, row.tokens, device=chosen.device)
-        return torch.cat([chosen, latest[None, None]], dim=-1)
+        return with_latest(chosen, row, window)
 
 
 def main() -> None:

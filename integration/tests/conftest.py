@@ -1,12 +1,11 @@
-"""Hypothesis profiles, the models of `families` and a tokenizer with real delimiters."""
+"""Hypothesis profiles, and a tokenizer with real delimiters."""
 
 from __future__ import annotations
 
 import os
 
 import pytest
-import torch
-from families import FAMILIES, VOCAB, build
+from families import VOCAB
 from hypothesis import settings
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -17,11 +16,6 @@ settings.register_profile(
 settings.register_profile("quick", max_examples=20, deadline=None)
 settings.register_profile("thorough", max_examples=5000, deadline=None)
 settings.load_profile("default")
-
-
-@pytest.fixture(params=FAMILIES)
-def model(request: pytest.FixtureRequest) -> torch.nn.Module:
-    return build(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import platform
 import statistics
 import sys
@@ -31,18 +32,30 @@ Row = Mapping[str, Any]
 
 
 def milliseconds(
-    sides: Mapping[str, Callable[[], object]], *, rounds: int, warm_up: int = 1
+    sides: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    warm_up: int = 1,
+    least_ms: float = 0.0,
 ) -> dict[str, float]:
-    """Median time of each side over `rounds` rounds in which the sides take turns, in ms."""
+    """Median time of each side over `rounds` rounds in which the sides take turns, in ms.
+
+    A side that took less than `least_ms` in the round before is called as often as fills that
+    time: a call of a few ms is not measured by what another side left in the processor's cache.
+    """
     taken: dict[str, list[float]] = {name: [] for name in sides}
+    calls = dict.fromkeys(sides, 1)
     for turn in range(warm_up + rounds):
         for name, side in sides.items():
             _wait()
             start = time.perf_counter()
-            side()
+            for _ in range(calls[name]):
+                side()
             _wait()
+            each = (time.perf_counter() - start) * 1e3 / calls[name]
+            calls[name] = max(1, math.ceil(least_ms / each))
             if turn >= warm_up:
-                taken[name].append((time.perf_counter() - start) * 1e3)
+                taken[name].append(each)
     return {name: statistics.median(times) for name, times in taken.items()}
 
 

@@ -1,14 +1,17 @@
 """Attach to a transformers model so that stock `generate()` runs on our caches, and detach again.
 
-Three things are put on the model and taken off again: an attention function of our own (chosen by
-`set_attn_implementation`), a hook on the decoder that tells the cache which tokens come, and a hook
-on each attention module that hands the cache to the attention function. Without one of our caches
-in the call, all three pass everything through to the model's own attention.
+Put on the model and taken off again: an attention function of our own (chosen by
+`set_attn_implementation`), a hook on the decoder that tells the cache which tokens come, a hook on
+each attention module that hands the cache to the attention function, a `generate` that tells the
+cache how long the prompt is before it calls the model's own, and a `prepare_inputs_for_generation`
+that does not lose it. Without one of our caches in the call, all of them pass everything through.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
@@ -28,6 +31,8 @@ UNSUPPORTED = {
     "kv_lora_rank": "its attention keeps a latent cache (MLA)",
     "attn_logit_softcapping": "its attention caps the logits",
 }
+# What some families hand to their attention function, and our caches would leave out.
+NOT_HONOURED = ("s_aux", "sinks", "softcap", "position_bias", "indices", "block_indices")
 _active: ContextVar[KVCache | None] = ContextVar("kv_integration_active_cache", default=None)
 
 
@@ -40,31 +45,64 @@ class Attached:
         self.context = Context(tokenizer)
         self._original = model.config._attn_implementation
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._own = {name: model.__dict__.get(name) for name in WRAPPED}
         name = register(self._original)
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
         try:
             model.set_attn_implementation(name)
             self._hooks += [
-                decoder.register_forward_pre_hook(_enter, with_kwargs=True),
+                decoder.register_forward_pre_hook(self._enter, with_kwargs=True),
                 decoder.register_forward_hook(_leave, always_call=True),
             ]
             for module in attention_modules(decoder):
                 self._hooks.append(module.register_forward_pre_hook(_hand_over, with_kwargs=True))
+            for wrapped, wrapper in WRAPPED.items():
+                model.__dict__[wrapped] = wrapper(getattr(model, wrapped))
         except BaseException:
             self.detach()
             raise
 
-    def cache(self, method: Method, *, prompt_length: int | None = None) -> KVCache:
-        """A new, empty cache for this model; see `KVCache` for `prompt_length`."""
-        return KVCache(self.model.config, method, self.context, prompt_length=prompt_length)
+    def cache(
+        self,
+        method: Method,
+        *,
+        prompt_length: int | None = None,
+        recompress_after: int | None = None,
+    ) -> KVCache:
+        """A new, empty cache for this model; `KVCache` says what the options do."""
+        return KVCache(
+            self.model.config,
+            method,
+            self.context,
+            prompt_length=prompt_length,
+            recompress_after=recompress_after,
+        )
 
     def detach(self) -> None:
         """Take everything off the model again; a second call does nothing."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        for name, own in self._own.items():
+            self.model.__dict__.pop(name, None)
+            if own is not None:
+                self.model.__dict__[name] = own
         if (self.model.config._attn_implementation or "").startswith(PREFIX):
             self.model.set_attn_implementation(self._original)
+
+    def _enter(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the decoder runs: tell our cache, if one is used, which tokens come."""
+        cache = _cache_in(args, kwargs)
+        _active.set(None)
+        if cache is None:
+            return
+        if cache.config is not self.model.config:
+            raise ValueError("this cache was made for another model; make one for this model")
+        ids = args[0] if args else kwargs.get("input_ids")
+        if ids is None:
+            raise ValueError("inputs_embeds is not supported: our caches read input_ids")
+        cache.enter(ids, kwargs.get("attention_mask"))
+        _active.set(cache)
 
     def __enter__(self) -> Attached:
         return self
@@ -121,9 +159,15 @@ def check_supported(model: PreTrainedModel) -> None:
     modules = attention_modules(model)
     if not modules or not model._can_set_attn_implementation():
         raise ValueError(f"{name} cannot be attached: it has no exchangeable attention function")
-    if any(hasattr(module, "sinks") for module in modules):
+    if any(getattr(module, "sinks", None) is not None for module in modules):
         raise ValueError(f"{name} cannot be attached: its attention has sink logits")
-    KVCache(model.config, _Probe(), Context(None))
+    layers = len(KVCache(model.config, _Probe(), Context(None)).layers)
+    found = {int(module.layer_idx) for module in modules}  # type: ignore[arg-type]
+    if found != set(range(layers)):
+        raise ValueError(
+            f"{name} cannot be attached: it has {layers} layers, but attention of a known kind "
+            f"only in {sorted(found)}"
+        )
 
 
 class _Probe(Method):
@@ -153,6 +197,17 @@ def register(original: str) -> str:
         run = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
         if kv_layer is None:
             return run(module, query, key, value, attention_mask, **options)
+        for option in NOT_HONOURED:
+            if options.get(option) is not None:
+                raise ValueError(
+                    f"{type(module).__name__} asks its attention for {option!r}, which our caches "
+                    "do not honour"
+                )
+        if attention_mask is not None:  # `mask` below made none
+            raise ValueError(
+                f"{type(module).__name__} gives its attention a mask of its own, which our caches "
+                "do not honour"
+            )
 
         def exact(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             mask = original_mask(
@@ -179,17 +234,55 @@ def register(original: str) -> str:
     return name
 
 
-def _enter(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before the decoder runs: tell our cache, if one is used, which tokens come."""
-    cache = kwargs.get("past_key_values")
-    if not isinstance(cache, KVCache):
-        _active.set(None)
-        return
-    ids = args[0] if args else kwargs.get("input_ids")
-    if ids is None:
-        raise ValueError("inputs_embeds is not supported: our caches read input_ids")
-    cache.enter(ids, kwargs.get("attention_mask"))
-    _active.set(cache)
+def _announcing(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """`generate` that first tells one of our caches, if it is used, how long the prompt is.
+
+    The forward passes alone do not show it: they may bring the prompt in chunks, or a draft model's
+    candidates together with it.
+    """
+
+    @functools.wraps(generate)
+    def announced(inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get("past_key_values")
+        ids = kwargs.get("input_ids") if inputs is None else inputs
+        if isinstance(cache, KVCache) and isinstance(ids, Tensor):
+            if 0 < ids.shape[1] <= cache.tokens:
+                raise ValueError(
+                    f"input_ids has {ids.shape[1]} tokens, but this cache has seen {cache.tokens}: "
+                    "a later turn brings the whole conversation, its new tokens last; reset() the "
+                    "cache for a new prompt"
+                )
+            cache.expect(ids.shape[1])
+        return generate(inputs, *args, **kwargs)
+
+    return announced
+
+
+def _keeping(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """`prepare_inputs_for_generation` whose model may not do without our cache.
+
+    Phi-3 drops its cache at the length where its RoPE changes, for all keys to be rotated anew. It
+    brings all tokens again then: ours starts over with them as its prompt.
+    """
+
+    @functools.wraps(prepare)
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        inputs = prepare(*args, **kwargs)
+        cache = kwargs.get("past_key_values")
+        if isinstance(cache, KVCache) and inputs.get("past_key_values") is None:
+            cache.reset()
+            inputs["past_key_values"] = cache
+        return inputs
+
+    return kept
+
+
+WRAPPED = {"generate": _announcing, "prepare_inputs_for_generation": _keeping}
+
+
+def _cache_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> KVCache | None:
+    """Our cache among a module's arguments; families name and order them differently."""
+    return next((x for x in (*kwargs.values(), *args) if isinstance(x, KVCache)), None)
 
 
 def _leave(decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -199,8 +292,8 @@ def _leave(decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 def _hand_over(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Before an attention module runs: give its attention function the cache's layer."""
-    cache = kwargs.get("past_key_values")
-    if isinstance(cache, KVCache):
+    cache = _cache_in(args, kwargs)
+    if cache is not None:
         layer = cache.layers[int(module.layer_idx)]  # type: ignore[arg-type]
         if isinstance(layer, CompressedLayer):
             return args, {**kwargs, "kv_layer": layer}

@@ -25,9 +25,9 @@ class KVBuffer:
         self.count = keys.shape[2]
 
     @classmethod
-    def empty(cls, like: Tensor) -> KVBuffer:
-        """A buffer without entries for keys and values shaped like `like` [B, H_kv, *, D]."""
-        return cls(like[:, :, :0].clone(), like[:, :, :0].clone())
+    def empty(cls, shape: Sequence[int], keys: Tensor, values: Tensor) -> KVBuffer:
+        """No entries yet; `shape` is (B, H_kv), the rest that of `keys` and `values`."""
+        return cls(*(x.new_empty(*shape, 0, x.shape[-1]) for x in (keys, values)))
 
     @classmethod
     def stack(cls, rows: Sequence[tuple[Tensor, Tensor]]) -> KVBuffer:

@@ -8,24 +8,28 @@ from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kv_integration.budget import budget_entries
-from kv_integration.layer import CompressedLayer
+from kv_integration.layer import CompressedLayer, SlidingLayer
 from kv_integration.method import Context, Method, Plan
 from kv_integration.report import LayerReport, Report
+from kv_offload import storage_bytes
 
 
 class KVCache(Cache):
     """One conversation's keys and values, held by `method`. Make it with `Attached.cache`.
 
-    Layers with full attention are compressed; layers with a sliding window stay as transformers
-    makes them. All state is here: several caches on one model do not touch each other.
+    Layers with full attention are compressed; layers with a sliding window hold that window. All
+    state is here: several caches on one model do not touch each other.
 
     Args:
         config: of the model.
         method: how the prompt is held.
         context: the model's surroundings (tokenizer).
-        prompt_length: tokens of a prompt that comes in several forwards (chunked prefill, as
-            `generate(prefill_chunk_size=...)` does): compression waits for the last. None: the
-            first forward is the whole prompt.
+        prompt_length: tokens of the prompt, padding included: compression waits until they all
+            came, and tokens beyond them are no part of it. `generate` of an attached model says it
+            by itself; None in a loop of forward passes: the first is the whole prompt.
+        recompress_after: compress what is held, prompt and all, when more than so many tokens came
+            since the last time, just before the next ones: memory stays bounded over long
+            conversations. None: tokens after the prompt stay as they are.
     """
 
     def __init__(
@@ -35,29 +39,43 @@ class KVCache(Cache):
         context: Context,
         *,
         prompt_length: int | None = None,
+        recompress_after: int | None = None,
     ) -> None:
         if not isinstance(method, Method):
             raise TypeError(f"method must be a kv_integration method, got {method!r}")
         if prompt_length is not None and prompt_length < 1:
             raise ValueError(f"prompt_length must be at least 1, got {prompt_length}")
-        self.method, self.context, self.prompt_length = method, context, prompt_length
+        if recompress_after is not None and recompress_after < 1:
+            raise ValueError(f"recompress_after must be at least 1, got {recompress_after}")
+        if recompress_after is not None and not method.recompresses:
+            raise ValueError(
+                f"recompress_after is {recompress_after}, but {method.name} cannot compress again"
+            )
+        self.config, self.method, self.context = config, method, context
+        self.prompt_length, self.recompress_after = prompt_length, recompress_after
+        self._expected: int | None = None
         self.plan = Plan()
+        self.fresh = 0
+        self.prompt_valid: Tensor | None = None
         self.valid: Tensor | None = None
         self.order: Tensor | None = None
         self._prompt: list[tuple[Tensor, Tensor | None]] = []
         self.row_tokens: list[int] = []
+        self.row_seen: list[int] = []
         self.tokens = 0
         self.prompt_tokens = 0
         self.prompt_complete = False
         layers = DynamicCache(config=config).layers
         self._own = [self._layer(layer) for layer in layers]
+        for number, layer in enumerate(self.compressed):
+            layer.number = number
         super().__init__(layers=list(self._own))
 
-    def _layer(self, layer: object) -> CompressedLayer | DynamicSlidingWindowLayer:
+    def _layer(self, layer: object) -> CompressedLayer | SlidingLayer:
         if type(layer) is DynamicLayer:
             return CompressedLayer(self)
         if type(layer) is DynamicSlidingWindowLayer:
-            return layer
+            return SlidingLayer(layer.sliding_window)
         raise ValueError(
             f"a layer of this model keeps its past in {type(layer).__name__}; only full and "
             "sliding-window attention are supported"
@@ -68,12 +86,20 @@ class KVCache(Cache):
         """The layers that the method holds."""
         return [layer for layer in self._own if isinstance(layer, CompressedLayer)]
 
+    def expect(self, prompt_length: int) -> None:
+        """`generate` is about to bring a prompt of so many tokens, if this cache is empty."""
+        if self.tokens == 0:
+            self._expected = prompt_length
+
     def enter(self, ids: Tensor, mask: Tensor | None) -> None:
         """Tokens [B, Q] are about to pass the model; `mask` [B, seen + Q], 0 for padding.
 
+        The first `fresh` of them are of the prompt; `prompt_valid` and `valid` say which of these
+        and of the others are no padding, None when all are.
+
         Raises:
-            ValueError: an earlier forward ended in the middle, so layers hold unequal lengths; more
-                tokens came than the prompt was said to have; or `mask` is not of two dimensions.
+            ValueError: an earlier forward ended in the middle, so layers hold unequal lengths; the
+                number of rows is not that of the prompt; or `mask` is not of two dimensions.
         """
         lengths = {layer.seen for layer in self.compressed}
         if lengths and lengths != {self.tokens}:
@@ -84,24 +110,44 @@ class KVCache(Cache):
         if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
             shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
             raise ValueError(f"attention_mask must be [B, T] with 0 for padding, got {shape}")
-        new = ids.shape[1]
-        wanted = self.prompt_length or self.prompt_tokens + new
-        if not self.prompt_complete and self.prompt_tokens + new > wanted:
+        batch, new = ids.shape
+        if self._batch not in (0, batch):
             raise ValueError(
-                f"prompt_length is {wanted}, but {self.prompt_tokens + new} tokens came before it "
-                "was met"
+                f"input_ids has {batch} rows, but this cache holds a batch of {self._batch}; "
+                "reset() it for a new prompt"
             )
+        for layer in self.compressed:
+            layer.recompress()
+        wanted = self.prompt_length or self._expected or self.prompt_tokens + new
+        # the one time per forward pass that the host reads the mask
+        padded = mask is not None and not bool(mask[:, -new:].all())
+        valid = mask[:, -new:].bool() if mask is not None and padded else None
+        self.fresh, self.prompt_valid = 0, None
+        if not self.prompt_complete:
+            self.fresh = min(new, wanted - self.prompt_tokens)
+            self.prompt_valid = None if valid is None else valid[:, : self.fresh]
+            self._prompt.append((ids[:, : self.fresh], self.prompt_valid))
+            if self.prompt_tokens + self.fresh == wanted:
+                self._begin()
+            self.prompt_tokens += self.fresh
         self.tokens += new
-        valid = None if mask is None else mask[:, -new:].bool()
-        self.valid = None if valid is None or bool(valid.all()) else valid
-        if self.prompt_complete:
+        if self.fresh < new:
+            self.valid = None if valid is None else valid[:, self.fresh :]
             self._align()
-            self.plan.advance(ids if self.order is None else ids.gather(1, self.order), self.valid)
-            return
-        self._prompt.append((ids, self.valid))
-        self.prompt_tokens += new
-        if self.prompt_tokens == wanted:
-            self._begin()
+            if self.valid is None:
+                counts = [new - self.fresh] * batch
+            else:
+                counts = self.valid.sum(1).tolist()
+            self.row_seen = [a + b for a, b in zip(self.row_seen, counts, strict=True)]
+            rest = ids[:, self.fresh :]
+            self.plan.advance(
+                rest if self.order is None else rest.gather(1, self.order), self.valid
+            )
+
+    @property
+    def _batch(self) -> int:
+        """Rows of the batch, 0 while nothing came."""
+        return self._prompt[0][0].shape[0] if self._prompt else len(self.row_tokens)
 
     def _align(self) -> None:
         """Order in which the new tokens of every row have their padding on the left, if it is not.
@@ -119,26 +165,46 @@ class KVCache(Cache):
         parts = [torch.ones_like(i, dtype=torch.bool) if v is None else v for i, v in self._prompt]
         valid = torch.cat(parts, dim=1)
         rows = [row[keep] for row, keep in zip(ids, valid, strict=True)]
-        self.row_tokens = [len(row) for row in rows]
-        if min(self.row_tokens) == 0:
-            raise ValueError("attention_mask leaves a row of the prompt without any token")
         first = valid.int().argmax(dim=1)
-        if any(not bool(v[f:].all()) for v, f in zip(valid, first, strict=True)):
-            raise ValueError("attention_mask must have its zeros on the left: pad prompts there")
-        self._prompt = []
-        self.plan = self.method.begin(rows, self.context)
-        self.prompt_complete = True
+        try:
+            if min(len(row) for row in rows) == 0:
+                raise ValueError("attention_mask leaves a row of the prompt without any token")
+            if any(not bool(v[f:].all()) for v, f in zip(valid, first, strict=True)):
+                raise ValueError(
+                    "attention_mask must have its zeros on the left: pad prompts there"
+                )
+            self.plan = self.method.begin(rows, self.context)
+        except BaseException:
+            self._prompt.pop()  # as if this forward pass had not been tried
+            raise
+        self.plan.settle(recompress=self.recompress_after is not None)
+        self._prompt, self.prompt_complete = [], True
+        self.row_tokens = [len(row) for row in rows]
+        self.row_seen = list(self.row_tokens)
 
     def reset(self) -> None:
         """Forget everything: the cache is as new."""
         super().reset()
-        self.plan, self.valid, self.order = Plan(), None, None
-        self._prompt, self.row_tokens = [], []
+        self.plan, self.fresh, self._expected = Plan(), 0, None
+        self.prompt_valid = self.valid = self.order = None
+        self._prompt, self.row_tokens, self.row_seen = [], [], []
         self.tokens, self.prompt_tokens, self.prompt_complete = 0, 0, False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen, padding included."""
         return self._own[layer_idx].get_seq_length()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens, which came after the last compression."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove must be 0 or negative, got {tokens_to_remove}")
+        # Compressed layers may refuse, and do so before anything has changed.
+        for layer in sorted(self._own, key=lambda layer: isinstance(layer, SlidingLayer)):
+            layer.crop(tokens_to_remove)
+        removed = min(-tokens_to_remove, self.tokens)
+        self.tokens -= removed
+        self.plan.crop(removed)
+        self.row_seen = [seen - removed for seen in self.row_seen]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -153,7 +219,9 @@ class KVCache(Cache):
 
     def _select(self, rows: Tensor) -> None:
         self.plan.select_rows(rows)
-        self.row_tokens = [self.row_tokens[row] for row in rows.tolist()]
+        order = rows.tolist()
+        self.row_tokens = [self.row_tokens[row] for row in order]
+        self.row_seen = [self.row_seen[row] for row in order]
 
     def report(self) -> Report:
         """What the cache holds now and what the next step attends."""
@@ -173,7 +241,7 @@ class KVCache(Cache):
             tokens_seen=max((layer.tokens_seen for layer in layers), default=0),
             budget_entries=budget_entries(self.method.budget, longest) if longest else 0,
             entries_attended=max((layer.entries_attended for layer in held), default=0),
-            device_bytes=total("device_bytes") + self.plan.nbytes,
+            device_bytes=total("device_bytes") + self.plan.nbytes + self._own_bytes,
             host_bytes=total("host_bytes"),
             disk_bytes=total("disk_bytes"),
             full_kv_bytes=total("full_kv_bytes"),
@@ -182,7 +250,14 @@ class KVCache(Cache):
             layers=layers,
         )
 
-    def _layer_report(self, layer: CompressedLayer | DynamicSlidingWindowLayer) -> LayerReport:
+    @property
+    def _own_bytes(self) -> int:
+        """Bytes of token ids and masks that the cache itself holds."""
+        held = [x for part in self._prompt for x in part]
+        held += [self.prompt_valid, self.valid, self.order]
+        return storage_bytes(*(x for x in held if x is not None))
+
+    def _layer_report(self, layer: CompressedLayer | SlidingLayer) -> LayerReport:
         seen = layer.get_seq_length()
         if not isinstance(layer, CompressedLayer):
             tensors = [t for t in (layer.keys, layer.values) if t is not None]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from kv_integration.buffer import KVBuffer
+from kv_integration.latest import LatestQueries
 from kv_integration.method import LayerState, Row
-from kv_offload import storage_bytes
 
 if TYPE_CHECKING:
     from kv_integration.cache import KVCache
@@ -31,6 +31,7 @@ class CompressedLayer(CacheLayerMixin):
     def __init__(self, cache: KVCache) -> None:
         super().__init__()
         self.cache = cache
+        self.number = 0
         self.is_initialized = True
         self.reset()
 
@@ -39,9 +40,11 @@ class CompressedLayer(CacheLayerMixin):
         self.seen = 0
         self.state: LayerState | None = None
         self.held: KVBuffer | None = None
-        self.latest: Tensor | None = None
+        self.latest = LatestQueries(self.cache.method.observe)
+        self.since = 0
         self.token_bytes = 0
         self.batch_size = 0
+        self.scale = 1.0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to prepare: `attend` makes the state from the first keys and values."""
@@ -70,36 +73,84 @@ class CompressedLayer(CacheLayerMixin):
         row's own tokens, as the model would compute it without this cache.
         """
         batch, _, new, _ = keys.shape
-        self.batch_size, self.device = batch, keys.device
+        if self.seen + new != self.cache.tokens:
+            raise ValueError(
+                f"a layer with {self.seen} of {self.cache.tokens} tokens attends to {new} more: "
+                "layers whose attention runs more than once are not supported"
+            )
+        self.batch_size, self.device, self.scale = batch, keys.device, scale
         self.token_bytes = sum(x.shape[1] * x.shape[3] * x.element_size() for x in (keys, values))
         self.seen += new
-        if self.state is not None:
-            return self._step(self.state, queries, keys, values, scale)
+        fresh = self.cache.fresh
+        out = []
+        if fresh:
+            q, k, v = (x[:, :, :fresh] for x in (queries, keys, values))
+            out.append(self._prompt(q, k, v, exact))
+        if fresh < new:
+            q, k, v = (x[:, :, fresh:] for x in (queries, keys, values))
+            out.append(self._step(q, k, v))
+        return out[0] if len(out) == 1 else torch.cat(out, dim=2)
+
+    def _prompt(
+        self, queries: Tensor, keys: Tensor, values: Tensor, exact: ExactAttention
+    ) -> Tensor:
+        """Tokens of the prompt: all of them, or a part that is held until the rest is there."""
         if self.held is None and self.cache.prompt_complete:
             out = self._prefill(queries, keys, values, exact)
-            self._compress(self._rows(queries, keys, values, scale))
+            self._compress(self._rows(queries, keys, values))
             return out
-        return self._hold(queries, keys, values, scale)
+        return self._hold(queries, keys, values)
 
-    def _step(
-        self, state: LayerState, queries: Tensor, keys: Tensor, values: Tensor, scale: float
-    ) -> Tensor:
+    def _step(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Tokens after the prompt; rows whose padding is not on the left are put in order first."""
-        valid, order = self.cache.valid, self.cache.order
+        state, valid, order = self.state, self.cache.valid, self.cache.order
+        if state is None:
+            raise ValueError(
+                "tokens came after a prompt that was not compressed; reset() the cache"
+            )
         if order is None:
-            return state.step(queries, keys, values, valid=valid, scale=scale)
+            out = state.step(queries, keys, values, valid=valid, scale=self.scale)
+        else:
+            queries, keys, values = (_put(x, order) for x in (queries, keys, values))
+            out = state.step(queries, keys, values, valid=valid, scale=self.scale)
+            out = _put(out, order.argsort(dim=1))
+        if self.cache.recompress_after is not None:
+            self.latest.append(queries, valid)
+            self.since += queries.shape[2]
+        return out
 
-        def put(x: Tensor, order: Tensor) -> Tensor:
-            return x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+    def recompress(self) -> None:
+        """Compress again if more tokens came than `recompress_after` allows.
 
-        parts = (put(x, order) for x in (queries, keys, values))
-        return put(state.step(*parts, valid=valid, scale=scale), order.argsort(dim=1))
+        Not as soon as they came, but before the next ones: a draft's tokens can be taken back.
+        """
+        limit = self.cache.recompress_after
+        if limit is not None and self.since > limit and self.state is not None:
+            self._compress(self._recalled(self.state))
+
+    def _recalled(self, state: LayerState) -> list[Row]:
+        """What `state` holds, to be compressed again."""
+        rows = []
+        for row, seen in enumerate(self.cache.row_seen):
+            keys, values, positions, log_size = state.recall(row, seen)
+            rows.append(
+                self._row(
+                    row,
+                    self.latest.row(row),
+                    keys,
+                    values,
+                    seen=seen,
+                    positions=positions,
+                    log_size=log_size,
+                )
+            )
+        return rows
 
     def _prefill(
         self, queries: Tensor, keys: Tensor, values: Tensor, exact: ExactAttention
     ) -> Tensor:
         """Exact attention of a whole prompt; rows with padding go one by one, without it."""
-        if self.cache.valid is None:
+        if self.cache.prompt_valid is None:
             return exact(queries, keys, values)
         out = torch.zeros_like(queries[..., : values.shape[-1]])
         for row, tokens in enumerate(self.cache.row_tokens):
@@ -107,51 +158,51 @@ class CompressedLayer(CacheLayerMixin):
             out[part] = exact(queries[part], keys[part], values[part])
         return out
 
-    def _rows(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> list[Row]:
+    def _row(
+        self, index: int, queries: Tensor, keys: Tensor, values: Tensor, **recalled: Any
+    ) -> Row:
+        layers = len(self.cache.compressed)
+        return Row(index, queries, keys, values, self.scale, self.number, layers, **recalled)
+
+    def _rows(self, queries: Tensor, keys: Tensor, values: Tensor) -> list[Row]:
         """The prompt's rows without padding, which stands on the left."""
         observe = max(self.cache.method.observe, 1)
         rows = []
         for row, tokens in enumerate(self.cache.row_tokens):
             part, last = slice(row, row + 1), min(observe, tokens)
-            rows.append(
-                Row(
-                    row,
-                    queries[part, :, queries.shape[2] - last :],
-                    keys[part, :, keys.shape[2] - tokens :],
-                    values[part, :, values.shape[2] - tokens :],
-                    scale,
-                )
-            )
+            own = (x[part, :, x.shape[2] - tokens :] for x in (keys, values))
+            rows.append(self._row(row, queries[part, :, queries.shape[2] - last :], *own))
         return rows
 
-    def _hold(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def _hold(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Part of a prompt that comes in pieces: keep it whole until the last piece is there."""
         if self.held is None:
-            self.held = KVBuffer.empty(keys)
-        self.held.append(keys, values, self.cache.valid)
-        observe = max(self.cache.method.observe, 1)
-        kept = queries if self.latest is None else torch.cat([self.latest, queries], dim=2)
-        self.latest = kept[:, :, -observe:].clone()
-        out = self.held.attend(queries, scale=scale)[0]
+            self.held = KVBuffer.empty(keys.shape[:2], keys, values)
+        self.held.append(keys, values, self.cache.prompt_valid)
+        self.latest.append(queries, self.cache.prompt_valid)
+        out = self.held.attend(queries, scale=self.scale)[0]
         if self.cache.prompt_complete:
-            rows = []
-            for row, tokens in enumerate(self.cache.row_tokens):
-                last = self.latest[row : row + 1, :, -min(observe, tokens) :]
-                rows.append(Row(row, last, *self.held.row(row), scale))
+            held = self.held
+            rows = [
+                self._row(row, self.latest.row(row), *held.row(row))
+                for row in range(len(self.cache.row_tokens))
+            ]
             self._compress(rows)
-            self.held = self.latest = None
+            self.held = None
         return out
 
     def _compress(self, rows: list[Row]) -> None:
         self.state = self.cache.method.compress(rows, self.cache.plan)
+        self.latest.clear()
+        self.since = 0
 
     def nbytes(self) -> dict[str, int]:
         """Bytes by tier of the tensors that exist."""
         if self.state is not None:
-            return self.state.nbytes()
+            tiers = self.state.nbytes()
+            return tiers | {"device": tiers["device"] + self.latest.nbytes}
         held = 0 if self.held is None else self.held.nbytes
-        latest = 0 if self.latest is None else storage_bytes(self.latest)
-        return {"device": held + latest, "host": 0, "disk": 0}
+        return {"device": held + self.latest.nbytes, "host": 0, "disk": 0}
 
     def get_seq_length(self) -> int:
         """Tokens seen, padding included: the length that positions and masks are made for."""
@@ -168,15 +219,18 @@ class CompressedLayer(CacheLayerMixin):
         tokens = abs(tokens_to_remove)
         if tokens == 0 or self.seen == 0:
             return
-        if self.state is None or self.seen - tokens < self.cache.prompt_tokens:
+        compressing = self.cache.recompress_after is not None
+        after = self.since if compressing else self.seen - self.cache.prompt_tokens
+        if self.state is None or tokens > after:
             raise ValueError(
-                f"tokens_to_remove is {tokens_to_remove}, but only "
-                f"{max(self.seen - self.cache.prompt_tokens, 0)} tokens came after the prompt, "
-                "and a compressed prompt cannot be cropped"
+                f"tokens_to_remove is {tokens_to_remove}, but only {max(after, 0)} tokens came "
+                f"after the {'last compression' if compressing else 'prompt'}, and what is "
+                "compressed cannot be cropped"
             )
         self.state.crop(tokens)
+        self.latest.crop(tokens)
         self.seen -= tokens
-        self.cache.tokens = self.seen
+        self.since = max(self.since - tokens, 0)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -190,5 +244,28 @@ class CompressedLayer(CacheLayerMixin):
             return
         if self.state is None:
             raise ValueError("rows cannot be selected before the prompt is complete")
-        self.state.select_rows(indices.to(self.device, torch.int64))
+        rows = indices.to(self.device, torch.int64)
+        self.state.select_rows(rows)
+        self.latest.select_rows(rows)
         self.batch_size = len(indices)
+
+
+class SlidingLayer(DynamicSlidingWindowLayer):
+    """transformers' layer with a sliding window, without the prompt behind it.
+
+    There the window is a view, which keeps all keys of a longer prompt alive until the next token.
+    """
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        states = super().update(key_states, value_states, *args, **kwargs)
+        if not self.record_past and states[0].shape[2] > self.sliding_window:
+            window = slice(states[0].shape[2] - self.sliding_window + 1, None)
+            self.keys, self.values = (x[:, :, window].clone() for x in states)
+        return states
+
+
+def _put(x: Tensor, order: Tensor) -> Tensor:
+    """Tokens of x [B, H, Q, D] in the order [B, Q]."""
+    return x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))

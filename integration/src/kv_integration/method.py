@@ -1,21 +1,21 @@
 """What a method is: it looks at a layer's prompt once and leaves a state that decoding attends to.
 
-A method that only chooses tokens subclasses `Eviction` and writes `keep`. One that stores entries
-in other ways subclasses `Method` and returns its own `LayerState`.
+A method that only chooses tokens subclasses `Eviction` (eviction.py) and writes `keep`. One that
+stores entries in other ways subclasses `Method` and returns its own `LayerState`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kv_integration.buffer import KVBuffer
+from kv_integration.budget import budget_entries
 from kv_offload import storage_bytes
 from kv_segment import delimiter_table
 
@@ -51,9 +51,21 @@ class Plan:
     """
 
     offsets: list[Tensor] = field(default_factory=list)
+    recompress: bool = False
+
+    def settle(self, *, recompress: bool) -> None:
+        """Told once, after `begin`: whether what comes after the prompt will be compressed, too."""
+        self.recompress = recompress
+
+    def of(self, row: Row) -> Tensor:
+        """Segments of a row's entries, int64[S + 1]."""
+        return self.offsets[row.index]
 
     def advance(self, ids: Tensor, valid: Tensor | None) -> None:
         """Tokens [B, Q] enter the model after the prompt (`valid` [B, Q]: not padding)."""
+
+    def crop(self, tokens: int) -> None:
+        """The last `tokens` tokens, all of which came after the prompt, are forgotten."""
 
     def select_rows(self, rows: Tensor) -> None:
         """Rows of the batch are reordered, repeated or dropped, as `KVBuffer.select_rows`."""
@@ -66,10 +78,16 @@ class Plan:
 
 @dataclass(frozen=True)
 class Row:
-    """One row's prompt in one layer, its padding removed.
+    """One row of a layer to be compressed, its padding removed: its prompt, or what is left of it.
 
     queries: [1, H_q, N, D], those of the last N tokens, N at most what the method observes.
     keys, values: [1, H_kv, T, D], the keys after RoPE. scale: of the dot products.
+    layer, layers: number of this compressed layer, and how many there are.
+
+    When a layer is compressed again, the entries are those kept before, then the tokens that came
+    since. seen: tokens of the row so far. positions: int64[1, 1 or H_kv, T], the token of each
+    entry, -1 for padding where heads hold unequal numbers of entries. log_size: float32[1, H_kv,
+    T], log of the tokens that an entry stands for.
     """
 
     index: int
@@ -77,10 +95,29 @@ class Row:
     keys: Tensor
     values: Tensor
     scale: float
+    layer: int = 0
+    layers: int = 1
+    seen: int = 0
+    positions: Tensor | None = None
+    log_size: Tensor | None = None
 
     @property
     def tokens(self) -> int:
+        """Entries: as many as tokens while nothing was compressed."""
         return self.keys.shape[2]
+
+    def granted(self, budget: int | float) -> int:
+        """Entries that `budget` grants of the tokens seen, at most those there are."""
+        return min(budget_entries(budget, max(self.seen, self.tokens)), self.tokens)
+
+
+class Recalled(NamedTuple):
+    """A row's entries, as `Row` wants them."""
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    log_size: Tensor | None
 
 
 class LayerState(ABC):
@@ -111,44 +148,20 @@ class LayerState(ABC):
     def select_rows(self, rows: Tensor) -> None:
         """Reorder, repeat or drop rows of the batch."""
 
+    def recall(self, row: int, seen: int) -> Recalled:
+        """All entries of one row, `seen` tokens of which came so far, to be compressed again."""
+        raise ValueError(f"{type(self).__name__} cannot be compressed again")
+
     def traffic(self) -> dict[str, int]:
         """Counts since the prompt: `bytes_moved` between tiers, `hits` and `misses` in entries."""
         return {"bytes_moved": 0, "hits": 0, "misses": 0}
-
-
-class Kept(LayerState):
-    """Entries that were kept as they are, followed by the tokens that came after the prompt."""
-
-    def __init__(self, buffer: KVBuffer) -> None:
-        self.buffer = buffer
-        lengths = buffer.lengths
-        full = torch.full(buffer.keys.shape[:2], buffer.count)
-        self._entries = full if lengths is None else lengths.to("cpu", torch.int64)
-
-    def step(
-        self, queries: Tensor, keys: Tensor, values: Tensor, *, valid: Tensor | None, scale: float
-    ) -> Tensor:
-        self.buffer.append(keys, values, valid)
-        return self.buffer.attend(queries, scale=scale)[0]
-
-    def entries(self) -> Tensor:
-        return self._entries
-
-    def nbytes(self) -> dict[str, int]:
-        return {"device": self.buffer.nbytes, "host": 0, "disk": 0}
-
-    def crop(self, tokens: int) -> None:
-        self.buffer.crop(tokens)
-
-    def select_rows(self, rows: Tensor) -> None:
-        self.buffer.select_rows(rows)
-        self._entries = self._entries.index_select(0, rows.cpu())
 
 
 class Method(ABC):
     """A way to hold the prompt. Methods are immutable; all state lives in the cache."""
 
     budget: int | float = 1.0
+    recompresses: bool = False  # whether `compress` takes rows that were compressed before
     observe: int = 0  # how many of the prompt's last queries `compress` wants
 
     @property
@@ -163,34 +176,3 @@ class Method(ABC):
     @abstractmethod
     def compress(self, rows: Sequence[Row], plan: Plan) -> LayerState:
         """Make one layer's state from its prompt."""
-
-
-class Eviction(Method):
-    """A method that keeps some tokens of the prompt and forgets the rest."""
-
-    @abstractmethod
-    def keep(self, row: Row, plan: Plan) -> Tensor:
-        """Tokens to keep, int64[1, 1 or H_kv, K]: ascending, unique, the same K for every head."""
-
-    def compress(self, rows: Sequence[Row], plan: Plan) -> LayerState:
-        kept = []
-        for row in rows:
-            indices = self.keep(row, plan)
-            kept.append((take(row.keys, indices), take(row.values, indices)))
-        return Kept(KVBuffer.stack(kept))
-
-
-def take(x: Tensor, indices: Tensor) -> Tensor:
-    """Rows of x [1, H, T, D] at indices [1, 1 or H, K] -> [1, H, K, D]."""
-    if indices.shape[1] == 1:
-        return x.index_select(2, indices[0, 0])
-    return x.gather(2, indices[..., None].expand(-1, -1, -1, x.shape[-1]))
-
-
-def segment_prompt(
-    ids: Sequence[Tensor],
-    table: NDArray[np.bool_],
-    cut: Callable[[NDArray[np.int64], NDArray[np.bool_]], NDArray[np.int64]],
-) -> list[Tensor]:
-    """Segments of every row by a function of kv-segment: int64[S + 1] on the ids' device."""
-    return [torch.from_numpy(cut(row.cpu().numpy(), table)).to(row.device) for row in ids]

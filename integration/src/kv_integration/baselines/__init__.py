@@ -1,5 +1,12 @@
 """Reference points built from the same primitives as the methods."""
 
+from kv_integration.baselines.cam import CaM
+from kv_integration.baselines.chunkkv import ChunkKV
+from kv_integration.baselines.d2o import D2O
 from kv_integration.baselines.full import FullKV
+from kv_integration.baselines.h2o import H2O
+from kv_integration.baselines.pyramidkv import PyramidKV
+from kv_integration.baselines.snapkv import SnapKV
+from kv_integration.baselines.streamingllm import StreamingLLM
 
-__all__ = ["FullKV"]
+__all__ = ["D2O", "H2O", "CaM", "ChunkKV", "FullKV", "PyramidKV", "SnapKV", "StreamingLLM"]

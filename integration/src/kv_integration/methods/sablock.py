@@ -6,15 +6,17 @@ Algorithms 1 and 2.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from kv_integration.budget import budget_entries, check_budget, split_window
-from kv_integration.method import Context, Eviction, Plan, Row, segment_prompt
-from kv_integration.observation import Pooling, check_observation, observed_scores
+from kv_integration.budget import check_budget
+from kv_integration.eviction import Eviction, everything, with_latest
+from kv_integration.method import Context, Plan, Row
+from kv_integration.observation import Pooling, check_observation, observed_scores, split_observed
+from kv_integration.segments import SegmentPlan, cut_offsets
 from kv_policies import adaptive_blocks
 from kv_score import segment_guided
 from kv_segment import DELIMITERS_CLAUSE, by_punctuation
@@ -51,6 +53,13 @@ class SABlock(Eviction):
     def __post_init__(self) -> None:
         check_budget(self.budget)
         check_observation(self.window, self.pooling, self.kernel)
+        for name, value in (("beta", self.beta), ("lam", self.lam)):
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be finite and at least 0, got {value}")
+        if self.max_block < 1:
+            raise ValueError(f"max_block must be at least 1, got {self.max_block}")
+        if not 0 <= self.delta <= 1:
+            raise ValueError(f"delta must be in [0, 1], got {self.delta}")
 
     @property
     def observe(self) -> int:  # type: ignore[override]
@@ -58,24 +67,18 @@ class SABlock(Eviction):
 
     def begin(self, ids: Sequence[Tensor], context: Context) -> Plan:
         table = context.delimiters(DELIMITERS_CLAUSE)
-        return Plan(offsets=segment_prompt(ids, table, by_punctuation))
+        return SegmentPlan(ids, table, by_punctuation)
 
     def keep(self, row: Row, plan: Plan) -> Tensor:
-        budget = budget_entries(self.budget, row.tokens)
-        latest = torch.arange(row.tokens, device=row.keys.device)[None, None]
+        budget = row.granted(self.budget)
         if budget == row.tokens:
-            return latest
-        window, selected = split_window(budget, self.window)
+            return everything(row)
+        window, selected = split_observed(row, budget, self.window)
         earlier = row.tokens - window
         scores = observed_scores(row, window, pooling=self.pooling, kernel=self.kernel)
-        offsets = cut_offsets(plan.offsets[row.index], earlier)
+        offsets = cut_offsets(plan.of(row), earlier)
         guided = segment_guided(scores, offsets, beta=self.beta, lam=self.lam)
         blocks = adaptive_blocks(
             guided, offsets, selected, max_block=self.max_block, delta=self.delta
         )
-        return torch.cat([blocks, latest[..., earlier:]], dim=-1)
-
-
-def cut_offsets(offsets: Tensor, tokens: int) -> Tensor:
-    """Segments of the first `tokens` tokens: the one that crosses the cut ends there."""
-    return torch.cat([offsets[offsets < tokens], offsets.new_tensor([tokens])])
+        return with_latest(blocks, row, window)

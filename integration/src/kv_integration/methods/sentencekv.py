@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kv_attn_triton import attention, merge_states
-from kv_integration.budget import budget_entries, check_budget, split_window
+from kv_integration.budget import check_budget, split_window
 from kv_integration.buffer import KVBuffer
-from kv_integration.method import Context, LayerState, Method, Plan, Row, segment_prompt, take
+from kv_integration.eviction import take
+from kv_integration.method import Context, LayerState, Method, Plan, Row
 from kv_integration.observation import Pooling, check_observation, observed_scores
+from kv_integration.segments import segments
 from kv_offload import HitCache, TieredStore, storage_bytes
 from kv_policies import top_segments, top_tokens
 from kv_score import segment_mean, segment_scores
@@ -66,7 +68,7 @@ class SentenceKV(Method):
 
     def begin(self, ids: Sequence[Tensor], context: Context) -> Plan:
         table = context.delimiters(DELIMITERS_SENTENCE)
-        offsets = segment_prompt(ids, table, by_punctuation)
+        offsets = [segments(row, table, by_punctuation) for row in ids]
         return SentencePlan(offsets, torch.from_numpy(table).to(ids[0].device), len(ids))
 
     def compress(self, rows: Sequence[Row], plan: Plan) -> LayerState:
@@ -76,7 +78,7 @@ class SentenceKV(Method):
         return SentenceState(parts, plan, self)
 
     def _compress_row(self, row: Row, offsets: Tensor) -> SentenceRow:
-        budget = budget_entries(self.budget, row.tokens)
+        budget = row.granted(self.budget)
         window, retrieved = split_window(budget, self.window)
         earlier = row.tokens - window
         alpha = observed_scores(row, window, pooling=self.pooling, kernel=self.kernel)
@@ -167,8 +169,7 @@ class SentenceState(LayerState):
         self.means = stack_padded(means, dim=2)
         self.stored = [row.alpha.shape[2] for row in rows]
         self.retrieved = [row.retrieved for row in rows]
-        entries = stack_padded([row.entries for row in rows], dim=2)
-        self.store = TieredStore(entries, tier=method.tier)
+        self.store = TieredStore.ragged([row.entries[0] for row in rows], tier=method.tier)
         self.hits = HitCache(self.store, max(*self.retrieved, 1))
         self.exact = KVBuffer.stack([row.window for row in rows])
         self.window = [row.window[0].shape[2] for row in rows]

@@ -26,7 +26,7 @@ _TILE = 128
 # Squares of larger keys may not fit float32.
 _LARGEST = 1e17
 # Numbers that a slab of keys or cosines holds: what stays in a core's cache, what fills a GPU.
-_SLAB = 2**19
+_SLAB = 2**20
 _SLAB_ON_A_DEVICE = 2**25
 
 

@@ -1,0 +1,58 @@
+"""Which tensors exist: found by walking from an object, or by watching every operation."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kv_integration.method import Context
+
+
+def storages(root: object) -> dict[int, int]:
+    """Bytes of every tensor storage that can be reached from `root`, by its address."""
+    found, seen, queue = {}, set(), [root]
+    while queue:
+        item = queue.pop()
+        if id(item) in seen or isinstance(item, (type, Context)) or callable(item):
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            storage = item.untyped_storage()
+            if storage.nbytes():
+                found[storage.data_ptr()] = storage.nbytes()
+        elif type(item).__module__ not in ("torch", "builtins") or isinstance(
+            item, (list, tuple, dict, set)
+        ):
+            queue += gc.get_referents(item)
+    return found
+
+
+class Watch(TorchDispatchMode):
+    """Counts the storages that operations made since it began and that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # A weak reference keeps the address of a storage from being used again.
+        alive = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+        self.before = {s._cdata: StorageWeakRef(s) for s in _storages(alive)}
+        self.known: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        out = operation(*args, **(kwargs or {}))
+        for storage in _storages((args, kwargs, out)):
+            if storage._cdata not in self.before:
+                self.known[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return out
+
+    def live(self) -> int:
+        """Bytes alive now."""
+        self.known = {key: held for key, held in self.known.items() if not held[0].expired()}
+        return sum(size for _, size in self.known.values())
+
+
+def _storages(tree: object) -> list[torch.UntypedStorage]:
+    return [x.untyped_storage() for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
