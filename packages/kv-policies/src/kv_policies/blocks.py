@@ -14,7 +14,7 @@ from kv_policies import _check, _offsets
 from kv_policies._select import indices_of, top_mask
 
 # Segments up to this length are padded to one width: fewer, larger steps.
-_NARROWEST = 32
+_NARROWEST = 64
 
 
 def adaptive_blocks(
