@@ -28,6 +28,8 @@ from rich.table import Table
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from kv_integration import METHODS
+
 Row = Mapping[str, Any]
 
 
@@ -138,6 +140,18 @@ def publish(rows: Sequence[Row], json_file: Path | None) -> None:
     content = {"command": command, "environment": environment(), "rows": list(rows)}
     json_file.parent.mkdir(parents=True, exist_ok=True)
     json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def methods_option(command: Callable[..., None]) -> Callable[..., None]:
+    """`--methods NAMES` of every command that runs methods, all of them unless told."""
+    return click.option(
+        "--methods",
+        multiple=True,
+        default=[",".join(METHODS)],
+        show_default=True,
+        metavar="NAMES",
+        help="Methods with commas between.",
+    )(command)
 
 
 def json_option(command: Callable[..., None]) -> Callable[..., None]:

@@ -17,14 +17,7 @@ MIB = 2**20
 
 
 @click.command()
-@click.option(
-    "--methods",
-    multiple=True,
-    default=[",".join(METHODS)],
-    show_default=True,
-    metavar="NAMES",
-    help="Methods with commas between.",
-)
+@measure.methods_option
 @click.option("--budget", default="0.1", show_default=True, help="Entries or share of the prompt.")
 @click.option("--context", default=32768, show_default=True, help="Tokens of the prompt.")
 @click.option(

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from kv_bench.answers import answers
 from kv_bench.grid import Results, Row, Variant
+from kv_bench.measure import methods_option
 from kv_integration import METHODS, haystack
 from kv_integration.answer import is_correct
 from kv_integration.cli.files import whole_file
@@ -33,14 +34,7 @@ FINGERPRINT_BYTES = 2**20
 
 
 @click.command()
-@click.option(
-    "--methods",
-    multiple=True,
-    default=[",".join(METHODS)],
-    show_default=True,
-    metavar="NAMES",
-    help="Methods with commas between.",
-)
+@methods_option
 @click.option(
     "--contexts",
     default="512,1024,2048,4096,8192",

@@ -30,14 +30,7 @@ WANTED_PREFILL, WANTED_STEP = 1.03, 1.0
 
 
 @click.command()
-@click.option(
-    "--methods",
-    multiple=True,
-    default=[",".join(METHODS)],
-    show_default=True,
-    metavar="NAMES",
-    help="Methods with commas between.",
-)
+@measure.methods_option
 @click.option("--budget", default="0.1", show_default=True, help="Entries or share of the prompt.")
 @click.option(
     "--contexts",

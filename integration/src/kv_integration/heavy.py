@@ -11,6 +11,12 @@ from kv_policies import keep_window, top_tokens
 from kv_score import accumulated_attention
 
 
+def check_recent(recent: float) -> None:
+    """Raise unless `recent` is a share of the budget in (0, 1]."""
+    if not 0 < recent <= 1:
+        raise ValueError(f"recent must be in (0, 1], got {recent}")
+
+
 def heavy_hitters(row: Row, budget: int, recent: float) -> tuple[Tensor, Tensor]:
     """H2O's choice: `(indices, scores)`, int64[1, H_kv, budget] and float32[1, H_kv, T].
 

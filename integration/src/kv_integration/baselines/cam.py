@@ -15,7 +15,7 @@ from torch import Tensor
 from kv_integration.budget import check_budget
 from kv_integration.entries import RowEntries
 from kv_integration.eviction import entries_at, take
-from kv_integration.heavy import heavy_hitters
+from kv_integration.heavy import check_recent, heavy_hitters
 from kv_integration.kept import hold
 from kv_integration.method import LayerState, Method, Plan, Row
 
@@ -44,8 +44,7 @@ class CaM(Method):
 
     def __post_init__(self) -> None:
         check_budget(self.budget)
-        if not 0 < self.recent <= 1:
-            raise ValueError(f"recent must be in (0, 1], got {self.recent}")
+        check_recent(self.recent)
         if self.spread < 1:
             raise ValueError(f"spread must be at least 1, got {self.spread}")
 

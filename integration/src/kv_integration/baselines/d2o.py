@@ -18,7 +18,7 @@ from torch.nn.functional import normalize
 from kv_integration.budget import check_budget
 from kv_integration.entries import RowEntries
 from kv_integration.eviction import entries_at, take
-from kv_integration.heavy import heavy_hitters
+from kv_integration.heavy import check_recent, heavy_hitters
 from kv_integration.kept import hold
 from kv_integration.method import LayerState, Method, Plan, Row
 
@@ -51,8 +51,7 @@ class D2O(Method):
 
     def __post_init__(self) -> None:
         check_budget(self.budget)
-        if not 0 < self.recent <= 1:
-            raise ValueError(f"recent must be in (0, 1], got {self.recent}")
+        check_recent(self.recent)
 
     def compress(self, rows: Sequence[Row], plan: Plan) -> LayerState:
         return hold([self._merged(row, plan) for row in rows])

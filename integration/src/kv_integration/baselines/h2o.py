@@ -17,6 +17,7 @@ from torch import Tensor
 from kv_integration.bounded import Bounded, capacities
 from kv_integration.budget import check_budget
 from kv_integration.eviction import take
+from kv_integration.heavy import check_recent
 from kv_integration.method import LayerState, Method, Plan, Row
 from kv_offload import storage_bytes
 from kv_policies import top_tokens
@@ -43,8 +44,7 @@ class H2O(Method):
 
     def __post_init__(self) -> None:
         check_budget(self.budget)
-        if not 0 < self.recent <= 1:
-            raise ValueError(f"recent must be in (0, 1], got {self.recent}")
+        check_recent(self.recent)
 
     def compress(self, rows: Sequence[Row], plan: Plan) -> LayerState:
         return HeavyHitters(rows, capacities(self.budget, rows), self.recent)

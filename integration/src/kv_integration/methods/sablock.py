@@ -37,8 +37,8 @@ class SABlock(Eviction):
         pooling, kernel: how the window's scores are pooled (`observed_scores`). The paper names
             SnapKV's window score and no pooling; "none" takes it to the letter.
 
-    Its ablations: `lam=0` guides by no segment, `max_block=1` selects token by token, `delta=0` takes
-    blocks of `max_block` whatever they lose.
+    Its ablations: `lam=0` guides by no segment, `max_block=1` selects token by token, `delta=0`
+    takes blocks of `max_block` whatever they lose.
 
     The paper's text does not show the values it found best for beta, lambda and B_max; these
     are the middle of the ranges in which it reports no difference (Section IV-E).
