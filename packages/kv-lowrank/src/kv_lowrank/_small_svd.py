@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 _SMALLEST = 1e-6  # of a matrix' largest singular value: anything below is rounding, and held as 0
+_STEEP = 1e-4  # below that share of it, directions from the Gram matrix are no longer orthogonal
 
 
 def small_svds(x: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -30,5 +31,14 @@ def small_svds(x: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     sigma *= sigma > _SMALLEST * sigma[..., :1]
     present = sigma > 0
     product.div_(torch.where(present, sigma, torch.inf).unsqueeze(axis))
+    steep = (present & (sigma < _STEEP * sigma[..., :1])).any(-1)
+    if bool(steep.any()):
+        product[steep] = _orthonormal(product[steep].movedim(axis, -2)).movedim(-2, axis)
     (vectors if tall else u).mul_(present[..., None, :])
     return u, sigma, vh
+
+
+def _orthonormal(columns: Tensor) -> Tensor:
+    """Gram-Schmidt of nearly orthonormal columns [N, L, R] in their order; zero columns stay."""
+    q, r = torch.linalg.qr(columns)
+    return q * r.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
