@@ -33,6 +33,7 @@ def small(folder: Path, out: Path) -> list[str | Path]:
     return [
         *("--model", folder, "--out", out, "--contexts", "100,160", "--depths", "2"),
         *("--samples", "3", "--batch", "2", "--budgets", "0.5,32"),
+        *("--methods", "full,sablock,sentencekv"),
     ]
 
 
@@ -68,7 +69,8 @@ def test_accuracy_is_that_of_asking_each_prompt_alone(
 ) -> None:
     # A random model finds no needle: call an answer right when its text is of even length.
     monkeypatch.setattr(module, "is_correct", lambda answer, expected: len(answer) % 2 == 0)
-    run(*small(folder, tmp_path / "out"), "--contexts", "100", "--budgets", "0.5")
+    more = ("--contexts", "100", "--budgets", "0.5", "--methods", "semanticache,h2o,pyramidkv")
+    run(*small(folder, tmp_path / "out"), *more)
     loaded = load_model(folder, dtype="auto", device="cpu")
     for record in json.loads((tmp_path / "out" / "results.json").read_text()):
         prompts = module.make_prompts(loaded, None, record["context"], record["depth"], 3, 0)
@@ -171,6 +173,8 @@ def test_an_interrupted_run_keeps_whole_cells_and_goes_on(tmp_path: Path) -> Non
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # a test run in the background ignores it, and so would what it starts
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     deadline = time.monotonic() + 240
     while not (out / "results.json").exists() and time.monotonic() < deadline:

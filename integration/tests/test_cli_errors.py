@@ -190,12 +190,17 @@ def test_ctrl_c_leaves_what_was_there(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # a test run in the background ignores it, and so would what it starts
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-    assert process.stderr is not None
-    assert process.stderr.readline().startswith("prompt: ")
-    time.sleep(0.5)
-    os.kill(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    try:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("prompt: ")
+        time.sleep(0.5)
+        os.kill(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert out == "" and err.strip() == "error: interrupted"
     assert kept.read_text() == "an older result"

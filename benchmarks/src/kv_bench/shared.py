@@ -41,8 +41,7 @@ class Shared(Method):
             raise TypeError(f"plan must come from begin, got {plan!r}")
         states: list[LayerState | None] = []
         for method, part in zip(self.methods, plan.parts, strict=True):
-            last = max(method.observe, 1)
-            own = [replace(row, queries=row.queries[:, :, -last:]) for row in rows]
+            own = [replace(row, queries=_latest(row.queries, method.observe)) for row in rows]
             states.append(method.compress(own, part))
         return SharedState(self, states)
 
@@ -92,3 +91,8 @@ class SharedState(LayerState):
         for state in self.states:
             if state is not None:
                 state.select_rows(rows)
+
+
+def _latest(queries: Tensor, observe: int) -> Tensor:
+    """What a method that observes so many queries would have got by itself."""
+    return queries[:, :, max(queries.shape[2] - max(observe, 1), 0) :]
