@@ -33,13 +33,12 @@ def small(folder: Path, out: Path) -> list[str | Path]:
     return [
         *("--model", folder, "--out", out, "--contexts", "100,160", "--depths", "2"),
         *("--samples", "3", "--batch", "2", "--budgets", "0.5,32"),
-        *("--methods", "full,sablock,sentencekv"),
     ]
 
 
 def test_files_and_summary(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    result = run(*small(folder, out))
+    result = run(*small(folder, out), "--methods", "full,sablock,sentencekv")
     assert result.exit_code == 0, result.stderr
     records = json.loads((out / "results.json").read_text())
     variants = {("full", 1.0)} | {(m, b) for m in ("sablock", "sentencekv") for b in (0.5, 32)}
@@ -69,8 +68,7 @@ def test_accuracy_is_that_of_asking_each_prompt_alone(
 ) -> None:
     # A random model finds no needle: call an answer right when its text is of even length.
     monkeypatch.setattr(module, "is_correct", lambda answer, expected: len(answer) % 2 == 0)
-    more = ("--contexts", "100", "--budgets", "0.5", "--methods", "semanticache,h2o,pyramidkv")
-    run(*small(folder, tmp_path / "out"), *more)
+    run(*small(folder, tmp_path / "out"), "--contexts", "100", "--budgets", "0.5")
     loaded = load_model(folder, dtype="auto", device="cpu")
     for record in json.loads((tmp_path / "out" / "results.json").read_text()):
         prompts = module.make_prompts(loaded, None, record["context"], record["depth"], 3, 0)
