@@ -30,7 +30,7 @@ def config() -> LlamaConfig:
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         },
-        attn_implementation="sdpa",  # type: ignore[call-arg]
+        **{"attn_implementation": "sdpa"},
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from kv_integration import haystack
 from kv_integration.cli.inputs import Loaded, load_model
@@ -49,9 +49,8 @@ def load(shape: str, *, layers: int | None, dtype: torch.dtype) -> Loaded:
         eos_token_id=None,
         **own,
     )
-    model: PreTrainedModel = LlamaForCausalLM(config)
-    model.to(dtype).eval()  # type: ignore[arg-type]
-    return Loaded(model, tokenizer, model_path())
+    model: Any = LlamaForCausalLM(config)
+    return Loaded(model.to(dtype).eval(), tokenizer, model_path())
 
 
 def prose(loaded: Loaded, tokens: int) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
@@ -71,7 +73,7 @@ class KVCache(Cache):
             layer.number = number
         super().__init__(layers=list(self._own))
 
-    def _layer(self, layer: object) -> CompressedLayer | SlidingLayer:
+    def _layer(self, layer: Any) -> CompressedLayer | SlidingLayer:
         if type(layer) is DynamicLayer:
             return CompressedLayer(self)
         if type(layer) is DynamicSlidingWindowLayer:
