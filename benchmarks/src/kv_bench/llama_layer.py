@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
@@ -13,16 +15,16 @@ HEADS, KV_HEADS, HEAD_SIZE, WIDTH = 32, 8, 128, 4096
 
 def config() -> LlamaConfig:
     """meta-llama/Llama-3.1-8B, one layer of it."""
-    return LlamaConfig(
-        vocab_size=128256,
-        hidden_size=WIDTH,
-        intermediate_size=14336,
-        num_hidden_layers=1,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_SIZE,
-        max_position_embeddings=131072,
-        rope_parameters={
+    shape: dict[str, Any] = {
+        "vocab_size": 128256,
+        "hidden_size": WIDTH,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 1,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_SIZE,
+        "max_position_embeddings": 131072,
+        "rope_parameters": {
             "rope_type": "llama3",
             "rope_theta": 500000.0,
             "factor": 8.0,
@@ -30,8 +32,9 @@ def config() -> LlamaConfig:
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         },
-        **{"attn_implementation": "sdpa"},
-    )
+        "attn_implementation": "sdpa",
+    }
+    return LlamaConfig(**shape)
 
 
 def attention_ms(tokens: int, *, dtype: torch.dtype, device: str = "cpu", rounds: int = 1) -> float:
