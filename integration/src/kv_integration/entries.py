@@ -60,7 +60,7 @@ class Entries:
         self.starts = self.starts.index_select(0, rows)
         self.lengths = self.lengths.index_select(0, rows)
 
-    def list(self, row: int, head: int) -> slice:
+    def place(self, row: int, head: int) -> slice:
         """Where the entries of one list lie."""
         start = int(self.starts[row, head])
         return slice(start, start + int(self.lengths[row, head]))

@@ -101,7 +101,7 @@ class Packed(LayerState):
         prompt, (keys, values) = self.prompt, self.tail.row(row)
         if prompt.positions is None:
             return super().recall(row, seen)
-        lists = [prompt.list(row, head) for head in range(keys.shape[1])]
+        lists = [prompt.place(row, head) for head in range(keys.shape[1])]
 
         def padded(x: Tensor, fill: float) -> Tensor:
             return pad_sequence([x[one] for one in lists], True, fill)[None]

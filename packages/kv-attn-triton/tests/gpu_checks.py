@@ -151,8 +151,6 @@ def check_pinned_host_memory():
 
 
 def check_second_device():
-    if torch.cuda.device_count() < 2:
-        return
     x = step()
     here = run({name: tensor.to("cuda:0") for name, tensor in x.items()})
     there = run({name: tensor.to("cuda:1") for name, tensor in x.items()})
@@ -171,5 +169,8 @@ CHECKS = [
 
 if __name__ == "__main__":
     for check in CHECKS:
+        if check is check_second_device and torch.cuda.device_count() < 2:
+            print(check.__name__, "left out: there is one device", flush=True)
+            continue
         check()
         print(check.__name__, "ok", flush=True)

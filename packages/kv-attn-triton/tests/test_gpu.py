@@ -23,4 +23,4 @@ def test_kernels_on_the_gpu():
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("ok") == 6
+    assert done.stdout.count(" ok") == (6 if torch.cuda.device_count() > 1 else 5)
