@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -17,15 +18,21 @@ Key = tuple[str, int, float]  # label of the variant, context, depth
 
 @dataclass(frozen=True)
 class Variant:
-    """A method with its budget: 1 is one entry and 1.0 the whole prompt, so labels tell apart."""
+    """A method, as one writes it on the command line, with its budget: 1 is one entry and 1.0 the
+    whole prompt, so labels tell apart."""
 
     method: str
     budget: int | float
 
     @property
     def label(self) -> str:
-        """`full`, or the method's name and its budget; fit for a file name."""
+        """`full`, or the method and its budget."""
         return self.method if self.method == "full" else f"{self.method}-{self.budget}"
+
+    @property
+    def stem(self) -> str:
+        """The label, fit for a file name."""
+        return re.sub(r"[^\w.-]+", "-", self.label).replace("--", "-")
 
 
 @dataclass(frozen=True)

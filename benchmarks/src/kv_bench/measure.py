@@ -150,7 +150,7 @@ def methods_option(command: Callable[..., None]) -> Callable[..., None]:
         default=[",".join(METHODS)],
         show_default=True,
         metavar="NAMES",
-        help="Methods with commas between.",
+        help="Methods with commas between, with options if you like: 'sablock(lam=0), h2o'.",
     )(command)
 
 

@@ -167,7 +167,7 @@ def niah(
 
 
 def make_variants(names: Sequence[str], budgets: str) -> list[Variant]:
-    """Every method with every budget; full KV once.
+    """Every method with every budget that is not its own; full KV once.
 
     Raises:
         ValueError: no budget, or a wrong one.
@@ -176,12 +176,14 @@ def make_variants(names: Sequence[str], budgets: str) -> list[Variant]:
     granted = list({str(budget): budget for budget in named}.values())
     if not granted:
         raise ValueError(f"--budgets must name at least one budget, got {budgets!r}")
-    variants = [
-        Variant(name, budget) for name in names for budget in ([1.0] if name == "full" else granted)
-    ]
-    for variant in variants:
-        make_method(variant.method, variant.budget)
-    return variants
+    variants = {}
+    for name in names:
+        for budget in granted:
+            method = make_method(name, budget)
+            if method is not None:  # whose budget may be another: full KV's, or one of its options
+                variant = Variant(name, method.budget)
+                variants[variant.label] = variant
+    return list(variants.values())
 
 
 def parse_contexts(text: str) -> list[int]:
@@ -249,7 +251,7 @@ def draw_heat_map(results: Results, variant: Variant) -> None:
     from kv_bench.heatmap import draw  # matplotlib takes a second to import
 
     title = variant.method if variant.method == "full" else f"{variant.method}, {variant.budget}"
-    with whole_file(results.folder / f"niah-{variant.label}.png") as temporary:
+    with whole_file(results.folder / f"niah-{variant.stem}.png") as temporary:
         draw(results.of(variant), title, temporary)
 
 
