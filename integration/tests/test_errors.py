@@ -216,6 +216,17 @@ def test_a_cache_of_another_model_is_refused(tokenizer):
         assert torch.equal(generate(one, inputs, cache)[1], expected)
 
 
+def test_two_models_of_one_config_are_told_apart(tokenizer):
+    one = build("llama")
+    other = type(one)(one.config).eval()
+    with attach(one, tokenizer) as kv:
+        cache = kv.cache(FullKV())
+        with pytest.raises(ValueError, match="shares its config object, is attached already"):
+            attach(other, tokenizer)
+    with attach(other, tokenizer), pytest.raises(ValueError, match="made for another model"):
+        generate(other, prompt(20), cache)
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_second_prompt_with_a_different_batch_size_is_refused(tokenizer, rows):
     model = shared("llama")
@@ -300,8 +311,8 @@ WINDOWED = (SentenceKV, SABlock, SnapKV, PyramidKV, ChunkKV)
 
 @pytest.mark.parametrize("method", WINDOWED, ids=lambda m: m.__name__)
 @pytest.mark.parametrize("budget", [1, 2, 7, 8, 9])
-def test_a_budget_smaller_than_the_window_and_one_halves_the_window(tokenizer, method, budget):
-    """The latest tokens take half of it; the prompt's logits and the count are as ever."""
+def test_a_budget_smaller_than_the_window_and_one_shrinks_the_window(tokenizer, method, budget):
+    """The latest tokens take a quarter of it; the prompt's logits and the count are as ever."""
     model = shared("llama")
     with attach(model, tokenizer) as kv:
         cache = kv.cache(method(budget=budget, window=8))

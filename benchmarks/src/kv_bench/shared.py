@@ -29,6 +29,10 @@ class Shared(Method):
     def observe(self) -> int:  # type: ignore[override]
         return max(method.observe for method in self.methods)
 
+    @property
+    def accumulates(self) -> bool:  # type: ignore[override]
+        return any(method.accumulates for method in self.methods)
+
     def choose(self, index: int) -> None:
         """The next tokens go to method `index`."""
         self.active = index

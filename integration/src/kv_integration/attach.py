@@ -76,6 +76,7 @@ class Attached:
             self.context,
             prompt_length=prompt_length,
             recompress_after=recompress_after,
+            owner=self.model,
         )
 
     def detach(self) -> None:
@@ -96,7 +97,7 @@ class Attached:
         _active.set(None)
         if cache is None:
             return
-        if cache.config is not self.model.config:
+        if not cache.belongs_to(self.model):
             raise ValueError("this cache was made for another model; make one for this model")
         ids = args[0] if args else kwargs.get("input_ids")
         if ids is None:
@@ -149,7 +150,10 @@ def check_supported(model: PreTrainedModel) -> None:
         raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
     name = type(model).__name__
     if (model.config._attn_implementation or "").startswith(PREFIX):
-        raise ValueError(f"{name} is attached already: detach() it first")
+        raise ValueError(
+            f"{name}, or a model that shares its config object, is attached already: detach() it "
+            "first"
+        )
     if model.config.is_encoder_decoder:
         raise ValueError(f"{name} cannot be attached: it is an encoder-decoder model")
     config = model.config.get_text_config(decoder=True)

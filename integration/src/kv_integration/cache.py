@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedConfig
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kv_integration.budget import budget_entries
@@ -32,6 +33,7 @@ class KVCache(Cache):
         recompress_after: compress what is held, prompt and all, when more than so many tokens came
             since the last time, just before the next ones: memory stays bounded over long
             conversations. None: tokens after the prompt stay as they are.
+        owner: the model itself, which may share its config with others; not kept alive.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class KVCache(Cache):
         *,
         prompt_length: int | None = None,
         recompress_after: int | None = None,
+        owner: PreTrainedModel | None = None,
     ) -> None:
         if not isinstance(method, Method):
             raise TypeError(f"method must be a kv_integration method, got {method!r}")
@@ -55,6 +58,7 @@ class KVCache(Cache):
             )
         self.config, self.method, self.context = config, method, context
         self.prompt_length, self.recompress_after = prompt_length, recompress_after
+        self._owner = None if owner is None else weakref.ref(owner)
         self._expected: int | None = None
         self.plan = Plan()
         self.fresh = 0
@@ -87,6 +91,12 @@ class KVCache(Cache):
     def compressed(self) -> list[CompressedLayer]:
         """The layers that the method holds."""
         return [layer for layer in self._own if isinstance(layer, CompressedLayer)]
+
+    def belongs_to(self, model: PreTrainedModel) -> bool:
+        """Whether `model` is the one that this cache was made for."""
+        if self._owner is None:
+            return self.config is model.config
+        return self._owner() is model
 
     def expect(self, prompt_length: int) -> None:
         """`generate` is about to bring a prompt of so many tokens, if this cache is empty."""

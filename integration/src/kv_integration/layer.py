@@ -12,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 from kv_integration.buffer import KVBuffer
 from kv_integration.latest import LatestQueries
 from kv_integration.method import LayerState, Row
+from kv_score import attend_and_accumulate
 
 if TYPE_CHECKING:
     from kv_integration.cache import KVCache
@@ -96,8 +97,11 @@ class CompressedLayer(CacheLayerMixin):
     ) -> Tensor:
         """Tokens of the prompt: all of them, or a part that is held until the rest is there."""
         if self.held is None and self.cache.prompt_complete:
+            received: list[Tensor] = []
+            if self.cache.method.accumulates:
+                exact = self._accumulating(received)
             out = self._prefill(queries, keys, values, exact)
-            self._compress(self._rows(queries, keys, values))
+            self._compress(self._rows(queries, keys, values, received))
             return out
         return self._hold(queries, keys, values)
 
@@ -158,20 +162,35 @@ class CompressedLayer(CacheLayerMixin):
             out[part] = exact(queries[part], keys[part], values[part])
         return out
 
+    def _accumulating(self, received: list[Tensor]) -> ExactAttention:
+        """Exact attention that adds to `received`, row by row, what the keys got: [1, H_kv, T]."""
+
+        def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            out, sums = attend_and_accumulate(
+                queries, keys, values, scale=self.scale, reduce="kv_head"
+            )
+            received.extend(sums.split(1))
+            return out
+
+        return attend
+
     def _row(
         self, index: int, queries: Tensor, keys: Tensor, values: Tensor, **recalled: Any
     ) -> Row:
         layers = len(self.cache.compressed)
         return Row(index, queries, keys, values, self.scale, self.number, layers, **recalled)
 
-    def _rows(self, queries: Tensor, keys: Tensor, values: Tensor) -> list[Row]:
+    def _rows(
+        self, queries: Tensor, keys: Tensor, values: Tensor, received: list[Tensor]
+    ) -> list[Row]:
         """The prompt's rows without padding, which stands on the left."""
         observe = max(self.cache.method.observe, 1)
         rows = []
         for row, tokens in enumerate(self.cache.row_tokens):
             part, last = slice(row, row + 1), min(observe, tokens)
             own = (x[part, :, x.shape[2] - tokens :] for x in (keys, values))
-            rows.append(self._row(row, queries[part, :, queries.shape[2] - last :], *own))
+            sums = {"received": received[row]} if received else {}
+            rows.append(self._row(row, queries[part, :, queries.shape[2] - last :], *own, **sums))
         return rows
 
     def _hold(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -82,7 +82,9 @@ class Row:
 
     queries: [1, H_q, N, D], those of the last N tokens, N at most what the method observes.
     keys, values: [1, H_kv, T, D], the keys after RoPE. scale: of the dot products.
-    layer, layers: number of this compressed layer, and how many there are.
+    layer, layers: number of this compressed layer, and how many there are. received: float32[1,
+    H_kv, T], what each key received from all queries, the mean of its group; only for a method that
+    `accumulates`, and None where the prompt came in pieces or the layer is compressed again.
 
     When a layer is compressed again, the entries are those kept before, then the tokens that came
     since. seen: tokens of the row so far. positions: int64[1, 1 or H_kv, T], the token of each
@@ -100,6 +102,7 @@ class Row:
     seen: int = 0
     positions: Tensor | None = None
     log_size: Tensor | None = None
+    received: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -163,6 +166,7 @@ class Method(ABC):
     budget: int | float = 1.0
     recompresses: bool = False  # whether `compress` takes rows that were compressed before
     observe: int = 0  # how many of the prompt's last queries `compress` wants
+    accumulates: bool = False  # whether it wants `Row.received` from the prompt's own attention
 
     @property
     def name(self) -> str:

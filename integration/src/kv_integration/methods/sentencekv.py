@@ -35,7 +35,7 @@ class SentenceKV(Method):
         budget: entries per KV head (int) or share of the prompt (float in (0, 1]); the last
             `window` tokens count.
         window: latest tokens, always attended and kept on the device, whose queries score the
-            others (N); at most half of the budget.
+            others (N); at most a quarter of the budget.
         keep: tokens stored per token that a step retrieves (r).
         retrieve: `step` looks for sentences at every token (Figure 2), `sentence` when a sentence
             of the answer has ended and at its first token (Algorithm 1).
