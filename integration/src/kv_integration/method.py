@@ -9,23 +9,28 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from kv_integration.budget import budget_entries
+from kv_integration.rope import RopeTables, Rotation
 from kv_offload import storage_bytes
 from kv_segment import delimiter_table
 
 
 class Context:
-    """What a method may ask about the model's surroundings: delimiter tables of the tokenizer."""
+    """What a method may ask about the model's surroundings: delimiter tables of the tokenizer.
+
+    rotations: by a layer's index, how it turns its keys; filled when a method first wants to know.
+    """
 
     def __init__(self, tokenizer: object | None) -> None:
         self.tokenizer = tokenizer
         self._tables: dict[tuple[str, ...], NDArray[np.bool_]] = {}
+        self.rotations: dict[int, Rotation | None] = {}
 
     def delimiters(self, texts: tuple[str, ...]) -> NDArray[np.bool_]:
         """bool[V]: which vocabulary entries end with one of `texts`; computed once.
@@ -82,7 +87,8 @@ class Row:
 
     queries: [1, H_q, N, D], those of the last N tokens, N at most what the method observes.
     keys, values: [1, H_kv, T, D], the keys after RoPE. scale: of the dot products.
-    layer, layers: number of this compressed layer, and how many there are.
+    layer, layers: number of this compressed layer, and how many there are. rope: cos and sin by
+    which the keys were turned, if the method asks for them and the layer turns keys at all.
 
     When a layer is compressed again, the entries are those kept before, then the tokens that came
     since. seen: tokens of the row so far. positions: int64[1, 1 or H_kv, T], the token of each
@@ -100,6 +106,7 @@ class Row:
     seen: int = 0
     positions: Tensor | None = None
     log_size: Tensor | None = None
+    rope: RopeTables | None = None
 
     @property
     def tokens(self) -> int:
@@ -163,6 +170,7 @@ class Method(ABC):
     budget: int | float = 1.0
     recompresses: bool = False  # whether `compress` takes rows that were compressed before
     observe: int = 0  # how many of the prompt's last queries `compress` wants
+    rope: Literal["prompt", "all"] | None = None  # of which tokens it wants cos and sin
 
     @property
     def name(self) -> str:
