@@ -202,10 +202,10 @@ class RopeTables:
             self._held = KVBuffer.empty((batch, 1), cos, sin)
         self._held.append(cos, sin, valid)
 
-    def row(self, index: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [1, T, R] of one row's tokens."""
+    def row(self, index: int, tokens: slice) -> tuple[Tensor, Tensor]:
+        """cos and sin [1, n, R] of these tokens of a row."""
         cos, sin = self._buffer.row(index)
-        return cos[:, 0], sin[:, 0]
+        return cos[:, 0, tokens], sin[:, 0, tokens]
 
     def crop(self, tokens: int) -> None:
         """The last `tokens` of every row, which came after the prompt, are forgotten."""

@@ -50,6 +50,10 @@ class ShadowKV(Method):
     The tokens at the prompt's end that fill no chunk are exact, too. Where a budget is too small
     for all of this, the latest tokens get at most half of it (but those that fill no chunk, as far
     as they fit), and the outlier chunks at most half of the chunks that fit into what is left.
+    Chunks of one token have no outliers: nothing is lost in their mean.
+
+    Tokens that come together, as those of a later turn or of a draft do, share one selection
+    (Algorithm 2 sums their scores): assisted decoding need not give the tokens of greedy decoding.
 
     The paper's text says that keys are factored after RoPE in one place and before it in all
     others; it is before. Values of outlier chunks are stored with the others (0.3% more on the
@@ -108,7 +112,8 @@ class ShadowKV(Method):
         keys = row.keys
         heads, width = keys.shape[1], keys.shape[1] * keys.shape[3]
         if row.rope is not None:
-            keys = unrotate(keys, *row.rope.row(row.index), layout=row.rope.rotation.layout)
+            tables = row.rope.row(row.index, slice(row.tokens))
+            keys = unrotate(keys, *tables, layout=row.rope.rotation.layout)
         joint = keys.transpose(1, 2).flatten(2)
         return split_heads(truncated_svd(joint, self.rank_of(width)), heads)
 
@@ -130,7 +135,7 @@ class ShadowKV(Method):
         exact = min(tail, budget)
         chunks = (tokens - tail) // self.chunk
         fitting = min((budget - exact) // self.chunk, chunks)
-        outliers = min(self.outliers, fitting // 2)
+        outliers = min(self.outliers, fitting // 2) if self.chunk > 1 else 0
         selected = fitting - outliers
         if self.sparse is not None:
             selected = min(selected, budget_entries(self.sparse, tokens) // self.chunk)

@@ -17,8 +17,6 @@ from kv_integration.method import LayerState, Plan, Row
 from kv_integration.methods.shadowkv import ShadowKV, ShadowRow, ShadowState
 from kv_lowrank import LowRank, project, unrotate
 
-BLOCK = 8  # chunks that move at a time
-
 
 @dataclass(frozen=True)
 class ShadowKVPlus(ShadowKV):
@@ -30,7 +28,7 @@ class ShadowKVPlus(ShadowKV):
 
     Args:
         recent: latest tokens, of prompt and answer, that stay exact. The paper does not say how
-            many; `BLOCK` chunks beyond them move at once.
+            many. Those beyond them move when they are an eighth as many, all at once.
 
     The other arguments are ShadowKV's. A row whose prompt has fewer tokens than `rank` gives no
     basis for later keys: it keeps all that is generated exactly.
@@ -82,7 +80,8 @@ class ShadowPlusState(ShadowState):
     def _movable(self, row: int) -> int:
         """Chunks of a row that are to move now."""
         chunk, beyond = self.method.chunk, self.held[row] - self.method.recent
-        return beyond // chunk if self.moves[row] and beyond >= BLOCK * chunk else 0
+        enough = max(self.method.recent // 8, chunk)
+        return beyond // chunk if self.moves[row] and beyond >= enough else 0
 
     def _move(self, counts: Sequence[int]) -> None:
         """Give each row's next `counts[b]` chunks factors, landmarks and a place in the store."""
@@ -115,8 +114,7 @@ class ShadowPlusState(ShadowState):
     def _projected(self, row: int, keys: Tensor, at: slice) -> Tensor:
         """Left factor [n, r] of keys [1, H_kv, n, D] at these positions of their row."""
         if self.rope is not None:
-            cos, sin = (x[:, at] for x in self.rope.row(row))
-            keys = unrotate(keys, cos, sin, layout=self.rope.rotation.layout)
+            keys = unrotate(keys, *self.rope.row(row, at), layout=self.rope.rotation.layout)
         right = self.right[row : row + 1].to(keys.dtype)
         shared = right.new_empty(1, 1, 0, right.shape[2])
         return project(LowRank(shared, right), keys)[0, 0]
