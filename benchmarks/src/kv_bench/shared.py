@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 from torch import Tensor
 
@@ -28,6 +29,11 @@ class Shared(Method):
     @property
     def observe(self) -> int:  # type: ignore[override]
         return max(method.observe for method in self.methods)
+
+    @property
+    def rope(self) -> Literal["prompt", "all"] | None:  # type: ignore[override]
+        wanted = {method.rope for method in self.methods}
+        return "all" if "all" in wanted else "prompt" if "prompt" in wanted else None
 
     def choose(self, index: int) -> None:
         """The next tokens go to method `index`."""
