@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from families import generate, prompt
+from families import ROPELESS, generate, prompt
 
 from kv_integration import (
     D2O,
@@ -20,6 +20,8 @@ from kv_integration import (
     SABlock,
     SemantiCache,
     SentenceKV,
+    ShadowKV,
+    ShadowKVPlus,
     SnapKV,
     StreamingLLM,
 )
@@ -30,6 +32,8 @@ LOSSLESS: dict[str, Method] = {
     "sentencekv": SentenceKV(budget=1.0),
     "semanticache": SemantiCache(theta=1.0),
     "sablock": SABlock(budget=1.0),
+    "shadowkv": ShadowKV(budget=1.0),
+    "shadowkvplus": ShadowKVPlus(budget=1.0, window=4, chunk=2, recent=5),
     "streamingllm": StreamingLLM(budget=ROOMY),
     "h2o": H2O(budget=ROOMY),
     "snapkv": SnapKV(budget=1.0),
@@ -43,6 +47,8 @@ SMALL: dict[str, Method] = {
     "sentencekv": SentenceKV(budget=12, window=4),
     "semanticache": SemantiCache(budget=16),
     "sablock": SABlock(budget=12, window=4),
+    "shadowkv": ShadowKV(budget=12, window=4, chunk=2, outliers=1, rank=12),
+    "shadowkvplus": ShadowKVPlus(budget=12, window=4, chunk=2, outliers=1, rank=8, recent=3),
     "streamingllm": StreamingLLM(budget=12, sinks=2),
     "h2o": H2O(budget=12),
     "snapkv": SnapKV(budget=12, window=4),
@@ -51,9 +57,11 @@ SMALL: dict[str, Method] = {
     "cam": CaM(budget=12, spread=3),
     "d2o": D2O(budget=12),
 }
-FEW = ("full", "sablock", "semanticache")
+FEW = ("full", "sablock", "semanticache", "shadowkv")
 # What is forgotten while tokens are generated cannot come back.
 FORGETS_ON = ("streamingllm", "h2o")
+# Tokens of one step share one selection, so that a draft's tokens may get another than each alone.
+SELECTS_TOGETHER = ("shadowkv", "shadowkvplus")
 CANNOT_CROP = ("sentencekv", "h2o")
 RECOMPRESSES = ("semanticache", "sablock", "snapkv", "pyramidkv", "chunkkv", "cam", "d2o")
 
@@ -66,6 +74,19 @@ def each(
     """A test for each of these methods, which it gets as `method`."""
     chosen = [name for name in names or methods if name not in but]
     return pytest.mark.parametrize("method", [methods[n] for n in chosen], ids=chosen)
+
+
+def in_families(
+    methods: dict[str, Method],
+    names: Iterable[str] | None = None,
+    *,
+    families: Iterable[str],
+):
+    """A test for each of these methods in each family that can have it: `family` and `method`."""
+    chosen = [(f, n) for f in families for n in names or methods]
+    fit = [(f, n) for f, n in chosen if not (methods[n].rope and f in ROPELESS)]
+    ids = [f"{f}-{n}" for f, n in fit]
+    return pytest.mark.parametrize(("family", "method"), [(f, methods[n]) for f, n in fit], ids=ids)
 
 
 def close(actual, expected) -> None:

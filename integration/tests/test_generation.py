@@ -6,7 +6,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from cases import CANNOT_CROP, FORGETS_ON, LOSSLESS, SMALL, close, converse, each
+from cases import (
+    CANNOT_CROP,
+    FORGETS_ON,
+    LOSSLESS,
+    SELECTS_TOGETHER,
+    SMALL,
+    close,
+    converse,
+    each,
+)
 from families import build, full_kv, generate, prompt, shared
 from transformers import pipeline
 from transformers.generation.streamers import BaseStreamer
@@ -120,7 +129,12 @@ def test_beams_that_compress_equal_rows_that_were_given_thrice(tokenizer, method
             close(ours[row], logits[0])
 
 
-@each(SMALL | {"streamingllm": StreamingLLM(budget=100)}, but=CANNOT_CROP)
+@each(
+    SMALL
+    | {"streamingllm": StreamingLLM(budget=100)}
+    | {name: LOSSLESS[name] for name in SELECTS_TOGETHER},
+    but=CANNOT_CROP,
+)
 @pytest.mark.parametrize("draft", ["lookup", "same", "other"])
 def test_assisted_decoding_gives_the_tokens_of_greedy_decoding(tokenizer, method, draft):
     model, inputs = shared("llama"), prompt(40)

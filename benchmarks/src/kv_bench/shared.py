@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 from torch import Tensor
 
@@ -32,6 +33,11 @@ class Shared(Method):
     @property
     def accumulates(self) -> bool:  # type: ignore[override]
         return any(method.accumulates for method in self.methods)
+
+    @property
+    def rope(self) -> Literal["prompt", "all"] | None:  # type: ignore[override]
+        wanted = {method.rope for method in self.methods}
+        return "all" if "all" in wanted else "prompt" if "prompt" in wanted else None
 
     def choose(self, index: int) -> None:
         """The next tokens go to method `index`."""

@@ -14,7 +14,7 @@ from kv_integration.baselines import (
 from kv_integration.cache import KVCache
 from kv_integration.eviction import Eviction
 from kv_integration.method import LayerState, Method, Plan, Row
-from kv_integration.methods import SABlock, SemantiCache, SentenceKV
+from kv_integration.methods import SABlock, SemantiCache, SentenceKV, ShadowKV, ShadowKVPlus
 from kv_integration.report import Report
 
 __version__ = "0.1.0"
@@ -24,6 +24,8 @@ METHODS: dict[str, type[Method]] = {
     "sentencekv": SentenceKV,
     "semanticache": SemantiCache,
     "sablock": SABlock,
+    "shadowkv": ShadowKV,
+    "shadowkvplus": ShadowKVPlus,
     "streamingllm": StreamingLLM,
     "h2o": H2O,
     "snapkv": SnapKV,
@@ -52,6 +54,8 @@ __all__ = [
     "SABlock",
     "SemantiCache",
     "SentenceKV",
+    "ShadowKV",
+    "ShadowKVPlus",
     "SnapKV",
     "StreamingLLM",
     "attach",

@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kv_integration.cache import KVCache
 from kv_integration.layer import CompressedLayer
 from kv_integration.method import Context, Method
+from kv_integration.rope import Turn, takes_tables, turn_of
 
 PREFIX = "kv_integration_"
 UNSUPPORTED = {
@@ -47,7 +48,7 @@ class Attached:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._own = {name: model.__dict__.get(name) for name in WRAPPED}
         name = register(self._original)
-        decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+        decoder = _decoder(model)
         try:
             model.set_attn_implementation(name)
             self._hooks += [
@@ -69,7 +70,18 @@ class Attached:
         prompt_length: int | None = None,
         recompress_after: int | None = None,
     ) -> KVCache:
-        """A new, empty cache for this model; `KVCache` says what the options do."""
+        """A new, empty cache for this model; `KVCache` says what the options do.
+
+        Raises:
+            ValueError: `method` undoes the keys' RoPE, and this model has none.
+        """
+        if getattr(method, "rope", None) and not any(
+            takes_tables(module) for module in attention_modules(_decoder(self.model))
+        ):
+            raise ValueError(
+                f"{method.name} takes keys back to before their RoPE, but the attention of "
+                f"{type(self.model).__name__} is given no cos and sin"
+            )
         return KVCache(
             self.model.config,
             method,
@@ -135,6 +147,11 @@ def attach(model: PreTrainedModel, tokenizer: object | None = None) -> Attached:
     return Attached(model, tokenizer)
 
 
+def _decoder(model: PreTrainedModel) -> nn.Module:
+    """The stack of layers, without the LM head."""
+    return model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+
+
 def attention_modules(decoder: nn.Module) -> list[nn.Module]:
     """The decoder's self-attention modules, in the order of its layers."""
     return [
@@ -194,6 +211,7 @@ def register(original: str) -> str:
         attention_mask: Tensor | None,
         *,
         kv_layer: CompressedLayer | None = None,
+        kv_turn: Turn | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         # "eager" is not registered: every modeling file has its own.
@@ -224,7 +242,7 @@ def register(original: str) -> str:
             return run(module, queries, keys, values, mask, **options)[0].transpose(1, 2)
 
         scale = options.get("scaling") or query.shape[-1] ** -0.5
-        out = kv_layer.attend(query, key, value, scale=scale, exact=exact)
+        out = kv_layer.attend(query, key, value, scale=scale, exact=exact, turn=kv_turn)
         return out.transpose(1, 2), None
 
     def mask(*args: Any, **options: Any) -> Any:
@@ -295,10 +313,18 @@ def _leave(decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 
 def _hand_over(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Before an attention module runs: give its attention function the cache's layer."""
+    """Before an attention module runs: give its attention function the cache's layer.
+
+    And what it is told about RoPE, if the method wants that.
+    """
     cache = _cache_in(args, kwargs)
     if cache is not None:
         layer = cache.layers[int(module.layer_idx)]  # type: ignore[arg-type]
         if isinstance(layer, CompressedLayer):
-            return args, {**kwargs, "kv_layer": layer}
+            more: dict[str, Any] = {"kv_layer": layer}
+            if cache.method.rope:
+                more["kv_turn"] = turn_of(
+                    module, args, kwargs, cache, cache.context.rotations
+                )
+            return args, {**kwargs, **more}
     return None

@@ -11,9 +11,10 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kv_integration.budget import budget_entries
-from kv_integration.layer import CompressedLayer, SlidingLayer
+from kv_integration.layer import CompressedLayer, SlidingLayer, in_order
 from kv_integration.method import Context, Method, Plan
 from kv_integration.report import LayerReport, Report
+from kv_integration.rope import RopeTables, Turn
 from kv_offload import storage_bytes
 
 
@@ -61,6 +62,7 @@ class KVCache(Cache):
         self._owner = None if owner is None else weakref.ref(owner)
         self._expected: int | None = None
         self.plan = Plan()
+        self.ropes: list[RopeTables] = []
         self.fresh = 0
         self.prompt_valid: Tensor | None = None
         self.valid: Tensor | None = None
@@ -156,6 +158,31 @@ class KVCache(Cache):
                 rest if self.order is None else rest.gather(1, self.order), self.valid
             )
 
+    def rope_tables(
+        self, tables: RopeTables | None, turn: Turn, device: torch.device
+    ) -> RopeTables:
+        """`tables` of a layer with the tokens that are passing the model added, once for all layers.
+
+        None: it has none yet, and shares those of the first layer that was given the same.
+        """
+        if tables is None:
+            tables = next((t for t in self.ropes if t.shared_by(turn, device, self.tokens)), None)
+        if tables is None:
+            tables = RopeTables(turn, device, grows=self.method.rope == "all")
+            self.ropes.append(tables)
+        if tables.seen == self.tokens:
+            return tables
+        tables.seen, batch, fresh = self.tokens, self._batch, self.fresh
+        if fresh:
+            prompt = turn.cos[:, :fresh], turn.sin[:, :fresh]
+            tables.append(*prompt, self.prompt_valid, batch=batch)
+        if tables.grows and fresh < turn.cos.shape[1]:
+            cos, sin = (x[:, fresh:].expand(batch, -1, -1) for x in (turn.cos, turn.sin))
+            if self.order is not None:
+                cos, sin = (in_order(x[:, None], self.order)[:, 0] for x in (cos, sin))
+            tables.append(cos, sin, self.valid, batch=batch)
+        return tables
+
     @property
     def _batch(self) -> int:
         """Rows of the batch, 0 while nothing came."""
@@ -197,7 +224,7 @@ class KVCache(Cache):
     def reset(self) -> None:
         """Forget everything: the cache is as new."""
         super().reset()
-        self.plan, self.fresh, self._expected = Plan(), 0, None
+        self.plan, self.ropes, self.fresh, self._expected = Plan(), [], 0, None
         self.prompt_valid = self.valid = self.order = None
         self._prompt, self.row_tokens, self.row_seen = [], [], []
         self.tokens, self.prompt_tokens, self.prompt_complete = 0, 0, False
@@ -216,6 +243,8 @@ class KVCache(Cache):
         removed = min(-tokens_to_remove, self.tokens)
         self.tokens -= removed
         self.plan.crop(removed)
+        for tables in self.ropes:
+            tables.crop(removed)
         self.row_seen = [seen - removed for seen in self.row_seen]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -231,6 +260,8 @@ class KVCache(Cache):
 
     def _select(self, rows: Tensor) -> None:
         self.plan.select_rows(rows)
+        for tables in self.ropes:
+            tables.select_rows(rows)
         order = rows.tolist()
         self.row_tokens = [self.row_tokens[row] for row in order]
         self.row_seen = [self.row_seen[row] for row in order]
@@ -264,10 +295,11 @@ class KVCache(Cache):
 
     @property
     def _own_bytes(self) -> int:
-        """Bytes of token ids and masks that the cache itself holds."""
+        """Bytes of token ids, masks and RoPE tables that the cache itself holds."""
         held = [x for part in self._prompt for x in part]
         held += [self.prompt_valid, self.valid, self.order]
-        return storage_bytes(*(x for x in held if x is not None))
+        own = storage_bytes(*(x for x in held if x is not None))
+        return own + sum(tables.nbytes for tables in self.ropes)
 
     def _layer_report(self, layer: CompressedLayer | SlidingLayer) -> LayerReport:
         seen = layer.get_seq_length()

@@ -9,23 +9,28 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from kv_integration.budget import budget_entries
+from kv_integration.rope import RopeTables, Rotation
 from kv_offload import storage_bytes
 from kv_segment import delimiter_table
 
 
 class Context:
-    """What a method may ask about the model's surroundings: delimiter tables of the tokenizer."""
+    """What a method may ask about the model's surroundings: delimiter tables of the tokenizer.
+
+    rotations: by a layer's index, how it turns its keys; filled when a method first wants to know.
+    """
 
     def __init__(self, tokenizer: object | None) -> None:
         self.tokenizer = tokenizer
         self._tables: dict[tuple[str, ...], NDArray[np.bool_]] = {}
+        self.rotations: dict[int, Rotation | None] = {}
 
     def delimiters(self, texts: tuple[str, ...]) -> NDArray[np.bool_]:
         """bool[V]: which vocabulary entries end with one of `texts`; computed once.
@@ -84,7 +89,9 @@ class Row:
     keys, values: [1, H_kv, T, D], the keys after RoPE. scale: of the dot products.
     layer, layers: number of this compressed layer, and how many there are. received: float32[1,
     H_kv, T], what each key received from all queries, the mean of its group; only for a method that
-    `accumulates`, and None where the prompt came in pieces or the layer is compressed again.
+    `accumulates`, and None where the prompt came in pieces or the layer is compressed again. rope:
+    cos and sin by which the keys were turned, if the method asks for them and the layer turns keys
+    at all.
 
     When a layer is compressed again, the entries are those kept before, then the tokens that came
     since. seen: tokens of the row so far. positions: int64[1, 1 or H_kv, T], the token of each
@@ -103,6 +110,7 @@ class Row:
     positions: Tensor | None = None
     log_size: Tensor | None = None
     received: Tensor | None = None
+    rope: RopeTables | None = None
 
     @property
     def tokens(self) -> int:
@@ -167,6 +175,7 @@ class Method(ABC):
     recompresses: bool = False  # whether `compress` takes rows that were compressed before
     observe: int = 0  # how many of the prompt's last queries `compress` wants
     accumulates: bool = False  # whether it wants `Row.received` from the prompt's own attention
+    rope: Literal["prompt", "all"] | None = None  # of which tokens it wants cos and sin
 
     @property
     def name(self) -> str:

@@ -3,5 +3,7 @@
 from kv_integration.methods.sablock import SABlock
 from kv_integration.methods.semanticache import SemantiCache
 from kv_integration.methods.sentencekv import SentenceKV
+from kv_integration.methods.shadowkv import ShadowKV
+from kv_integration.methods.shadowkvplus import ShadowKVPlus
 
-__all__ = ["SABlock", "SemantiCache", "SentenceKV"]
+__all__ = ["SABlock", "SemantiCache", "SentenceKV", "ShadowKV", "ShadowKVPlus"]
