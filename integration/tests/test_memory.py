@@ -17,7 +17,10 @@ from kv_integration import (
     CaM,
     ChunkKV,
     FullKV,
+    InfiniGen,
+    Loki,
     PyramidKV,
+    Quest,
     SABlock,
     SemantiCache,
     SentenceKV,
@@ -40,7 +43,11 @@ LONG = {
     "chunkkv": ChunkKV(budget=40),
     "cam": CaM(budget=40),
     "d2o": D2O(budget=40),
+    "quest": Quest(budget=40),
+    "loki": Loki(budget=40),
+    "infinigen": InfiniGen(budget=40),
 }
+WHOLE = ("quest", "loki", "infinigen")  # hold all of the prompt somewhere
 ENTRY = 2 * 16 * 4  # bytes of one key and one value in float32
 
 
@@ -129,7 +136,7 @@ def test_nothing_keeps_the_prompt_alive(family, tokenizer, method, chunk, monkey
         assert all(storage.expired() for storage in made)
 
 
-@each(LONG, but=["full", "semanticache"])
+@each(LONG, but=["full", "semanticache", *WHOLE])
 def test_memory_is_what_the_budget_says(tokenizer, method):
     model = shared("llama")
     with attach(model, tokenizer) as kv, torch.no_grad():

@@ -7,9 +7,13 @@ from kv_integration.baselines import (
     CaM,
     ChunkKV,
     FullKV,
+    InfiniGen,
+    Loki,
     PyramidKV,
+    Quest,
     SnapKV,
     StreamingLLM,
+    loki_bases,
 )
 from kv_integration.cache import KVCache
 from kv_integration.eviction import Eviction
@@ -31,6 +35,9 @@ METHODS: dict[str, type[Method]] = {
     "chunkkv": ChunkKV,
     "cam": CaM,
     "d2o": D2O,
+    "quest": Quest,
+    "loki": Loki,
+    "infinigen": InfiniGen,
 }
 
 __all__ = [
@@ -42,11 +49,14 @@ __all__ = [
     "ChunkKV",
     "Eviction",
     "FullKV",
+    "InfiniGen",
     "KVCache",
     "LayerState",
+    "Loki",
     "Method",
     "Plan",
     "PyramidKV",
+    "Quest",
     "Report",
     "Row",
     "SABlock",
@@ -55,4 +65,5 @@ __all__ = [
     "SnapKV",
     "StreamingLLM",
     "attach",
+    "loki_bases",
 ]

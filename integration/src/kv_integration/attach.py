@@ -13,6 +13,7 @@ import functools
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
+from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kv_integration.cache import KVCache
 from kv_integration.layer import CompressedLayer
+from kv_integration.lookahead import Lookahead
 from kv_integration.method import Context, Method
 
 PREFIX = "kv_integration_"
@@ -54,7 +56,11 @@ class Attached:
                 decoder.register_forward_pre_hook(self._enter, with_kwargs=True),
                 decoder.register_forward_hook(_leave, always_call=True),
             ]
-            for module in attention_modules(decoder):
+            modules = attention_modules(decoder)
+            for before, after in pairwise(modules):
+                hook = Lookahead(after)
+                self._hooks.append(before.register_forward_pre_hook(hook, with_kwargs=True))
+            for module in modules:
                 self._hooks.append(module.register_forward_pre_hook(_hand_over, with_kwargs=True))
             for wrapped, wrapper in WRAPPED.items():
                 model.__dict__[wrapped] = wrapper(getattr(model, wrapped))
