@@ -66,8 +66,8 @@ RETRIEVES = ("quest", "infinigen")
 # What is forgotten while tokens are generated cannot come back.
 FORGETS_ON = ("streamingllm", "h2o")
 # An input of several tokens, a draft's too, chooses once or attends all: not what one by one would.
-BY_INPUT = ("quest", "loki", "infinigen")
-CANNOT_CROP = ("sentencekv", "h2o")
+BY_INPUT = ("sentencekv", "quest", "loki", "infinigen")
+CANNOT_CROP = ("h2o",)
 RECOMPRESSES = ("semanticache", "sablock", "snapkv", "pyramidkv", "chunkkv", "cam", "d2o")
 
 assert list(LOSSLESS) == list(SMALL) == list(METHODS)
