@@ -15,8 +15,11 @@ from kv_integration import (
     CaM,
     ChunkKV,
     FullKV,
+    InfiniGen,
+    Loki,
     Method,
     PyramidKV,
+    Quest,
     SABlock,
     SemantiCache,
     SentenceKV,
@@ -41,6 +44,9 @@ LOSSLESS: dict[str, Method] = {
     "chunkkv": ChunkKV(budget=1.0),
     "cam": CaM(budget=1.0),
     "d2o": D2O(budget=1.0),
+    "quest": Quest(budget=1.0),
+    "loki": Loki(budget=1.0),
+    "infinigen": InfiniGen(budget=1.0),
 }
 SMALL: dict[str, Method] = {
     "full": FullKV(),
@@ -56,13 +62,18 @@ SMALL: dict[str, Method] = {
     "chunkkv": ChunkKV(budget=12, window=4, chunk=3),
     "cam": CaM(budget=12, spread=3),
     "d2o": D2O(budget=12),
+    "quest": Quest(budget=12, page=5),
+    "loki": Loki(budget=12),
+    # Of a random model's queries no few directions stand out: rounding would choose among them.
+    "infinigen": InfiniGen(budget=12, share=1.0),
 }
 FEW = ("full", "sablock", "semanticache", "shadowkv")
+RETRIEVES = ("quest", "infinigen")
 # What is forgotten while tokens are generated cannot come back.
 FORGETS_ON = ("streamingllm", "h2o")
-# Tokens of one step share one selection, so that a draft's tokens may get another than each alone.
-SELECTS_TOGETHER = ("shadowkv", "shadowkvplus")
-CANNOT_CROP = ("sentencekv", "h2o")
+# An input of several tokens, a draft's too, chooses once or attends all: not what one by one would.
+BY_INPUT = ("sentencekv", "shadowkv", "shadowkvplus", "quest", "loki", "infinigen")
+CANNOT_CROP = ("h2o",)
 RECOMPRESSES = ("semanticache", "sablock", "snapkv", "pyramidkv", "chunkkv", "cam", "d2o")
 
 assert list(LOSSLESS) == list(SMALL) == list(METHODS)

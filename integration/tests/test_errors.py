@@ -38,7 +38,10 @@ from kv_integration import (
     CaM,
     ChunkKV,
     FullKV,
+    InfiniGen,
+    Loki,
     PyramidKV,
+    Quest,
     SABlock,
     SemantiCache,
     SentenceKV,
@@ -297,13 +300,17 @@ def test_embeddings_instead_of_ids_are_refused(tokenizer):
         kv.model(inputs_embeds=torch.zeros(1, 4, 64), past_key_values=kv.cache(FullKV()))
 
 
-def test_sentencekv_does_not_pretend_to_crop(tokenizer):
+def test_sentencekv_takes_back_what_it_remembers(tokenizer):
     model = build("llama")
     with attach(model, tokenizer) as kv:
         cache = kv.cache(SentenceKV(budget=8))
-        generate(model, prompt(20), cache)
-        with pytest.raises(ValueError, match="SentenceKV cannot crop"):
-            cache.crop(-1)
+        generate(model, prompt(20), cache, new=70)
+        before = cache.report()
+        with pytest.raises(ValueError, match="cannot take back 65 tokens: 64 are remembered"):
+            cache.crop(-65)
+        assert cache.report() == before
+        cache.crop(-64)
+        assert cache.get_seq_length() == 20 + 69 - 64
 
 
 WINDOWED = (SentenceKV, SABlock, SnapKV, PyramidKV, ChunkKV)
@@ -380,7 +387,18 @@ WRONG = [
         for cls in (H2O, CaM, D2O)
         for wrong in (0.0, 1.5, -1, math.nan)
     ),
-    (SentenceKV, {"keep": 0.5}, "keep must be at least 1, got 0.5"),
+    (SentenceKV, {"keep": 0.5}, "keep must be finite and at least 1, got 0.5"),
+    (SentenceKV, {"keep": math.inf}, "keep must be finite and at least 1, got inf"),
+    (SentenceKV, {"sentences": "words"}, "sentences must be 'punctuation' or 'punkt', got 'words'"),
+    (SentenceKV, {"per": "head"}, "per must be 'layer' or 'kv_head', got 'head'"),
+    (SentenceKV, {"group": "sum"}, "group must be 'mean' or 'max', got 'sum'"),
+    (Quest, {"page": 0}, "page must be at least 1, got 0"),
+    (Loki, {"share": 0.0}, r"share must be in \(0, 1\], got 0.0"),
+    (Loki, {"share": math.nan}, r"share must be in \(0, 1\], got nan"),
+    (InfiniGen, {"share": 1.5}, r"share must be in \(0, 1\], got 1.5"),
+    (InfiniGen, {"observe": 0}, "observe must be at least 1, got 0"),
+    (InfiniGen, {"alpha": -1.0}, "alpha must be finite and at least 0, got -1.0"),
+    (InfiniGen, {"alpha": math.inf}, "alpha must be finite and at least 0, got inf"),
     (SentenceKV, {"retrieve": "token"}, "retrieve must be 'step' or 'sentence', got 'token'"),
     (SentenceKV, {"tier": "cloud"}, "tier must be 'host' or 'disk', got 'cloud'"),
     (SemantiCache, {"theta": 1.5}, r"theta must be in \[-1, 1\], got 1.5"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import FEW, LOSSLESS, SMALL, close, converse, each, in_families
+from cases import FEW, LOSSLESS, RETRIEVES, SMALL, close, converse, each, in_families
 from families import BY_LENGTH, FAMILIES, build, full_kv, generate, prompt, shared
 
 from kv_integration import FullKV, SABlock, attach
@@ -27,9 +27,7 @@ def test_lossless_settings_equal_full_kv(family, tokenizer, method, lengths):
     assert cache.report().tokens_seen == 43  # the model did not go on with a cache of its own
 
 
-@in_families(
-    LOSSLESS, FEW, families=["llama", "mistral-sliding", "gemma3", "gpt-neox", "gpt2"]
-)
+@in_families(LOSSLESS, FEW, families=["llama", "mistral-sliding", "gemma3", "gpt-neox", "gpt2"])
 def test_eager_attention_is_carried_on(family, tokenizer, method):
     model, inputs = build(family), prompt(40, 23)
     model.set_attn_implementation("eager")
@@ -81,6 +79,28 @@ def test_chunked_prefill_where_rope_depends_on_the_length(family, tokenizer, met
 @in_families(LOSSLESS, FEW, families=FAMILIES)
 def test_later_turns_equal_full_kv_when_lossless(family, tokenizer, method):
     model, turns = shared(family), [(36, 33), (9, 4), (3, 6)]
+    expected = converse(model, full_kv(model), turns, new=3)
+    with attach(model, tokenizer) as kv:
+        ours = converse(model, kv.cache(method), turns, new=3)
+    for logits, reference in zip(ours, expected, strict=True):
+        close(logits, reference)
+
+
+@in_families(SMALL, RETRIEVES, families=ROW_BY_ROW)
+def test_methods_that_retrieve_hold_rows_apart(family, tokenizer, method):
+    model, lengths = shared(family), (50, 31)
+    batch = prompt(*lengths)
+    with attach(model, tokenizer) as kv:
+        _, logits = generate(model, batch, kv.cache(method), new=3)
+        for row, length in enumerate(lengths):
+            alone = {name: x[row : row + 1, 50 - length :] for name, x in batch.items()}
+            close(logits[:, row], generate(model, alone, kv.cache(method), new=3)[1][:, 0])
+
+
+@in_families(LOSSLESS, RETRIEVES, families=FAMILIES)
+def test_methods_that_retrieve_equal_full_kv_when_lossless(family, tokenizer, method):
+    """InfiniGen runs every family's attention modules a second time, ahead of their turn."""
+    model, turns = shared(family), [(36, 33), (6, 4)]
     expected = converse(model, full_kv(model), turns, new=3)
     with attach(model, tokenizer) as kv:
         ours = converse(model, kv.cache(method), turns, new=3)

@@ -17,7 +17,10 @@ from kv_integration import (
     CaM,
     ChunkKV,
     FullKV,
+    InfiniGen,
+    Loki,
     PyramidKV,
+    Quest,
     SABlock,
     SemantiCache,
     SentenceKV,
@@ -44,7 +47,18 @@ LONG = {
     "chunkkv": ChunkKV(budget=40),
     "cam": CaM(budget=40),
     "d2o": D2O(budget=40),
+    "quest": Quest(budget=40),
+    "loki": Loki(budget=40),
+    "infinigen": InfiniGen(budget=40),
 }
+# Methods that hold all of the prompt somewhere.
+WHOLE = ("shadowkv", "shadowkvplus", "quest", "loki", "infinigen")
+    "shadowkv",
+    "shadowkvplus",
+    "quest",
+    "loki",
+    "infinigen",
+)  # hold all of the prompt somewhere
 ENTRY = 2 * 16 * 4  # bytes of one key and one value in float32
 
 
@@ -132,7 +146,7 @@ def test_nothing_keeps_the_prompt_alive(family, tokenizer, method, chunk, monkey
         assert all(storage.expired() for storage in made)
 
 
-@each(LONG, but=["full", "semanticache", "shadowkv", "shadowkvplus"])
+@each(LONG, but=["full", "semanticache", *WHOLE])
 def test_memory_is_what_the_budget_says(tokenizer, method):
     model = shared("llama")
     with attach(model, tokenizer) as kv, torch.no_grad():

@@ -1,4 +1,4 @@
-"""ShadowKV and ShadowKV+: against plain loops, over long answers, in bytes, and what they refuse."""
+"""ShadowKV and ShadowKV+: against plain loops, over long answers, in bytes; what they refuse."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import slow_shadowkv as slow
 import torch
-from families import build, full_kv, generate, prompt, shared
+from families import generate
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from kv_integration import ShadowKV, ShadowKVPlus, attach, haystack
 from kv_integration.embedded import model_path
 from kv_integration.method import Plan, Row
-from kv_integration.rope import Rotation, RopeTables, Turn, spread
+from kv_integration.rope import RopeTables, Rotation, Turn, spread
 
 NEAR = 1e-4  # scores nearer than this to each other may be taken in either order
 

@@ -7,9 +7,13 @@ from kv_integration.baselines import (
     CaM,
     ChunkKV,
     FullKV,
+    InfiniGen,
+    Loki,
     PyramidKV,
+    Quest,
     SnapKV,
     StreamingLLM,
+    loki_bases,
 )
 from kv_integration.cache import KVCache
 from kv_integration.eviction import Eviction
@@ -33,6 +37,9 @@ METHODS: dict[str, type[Method]] = {
     "chunkkv": ChunkKV,
     "cam": CaM,
     "d2o": D2O,
+    "quest": Quest,
+    "loki": Loki,
+    "infinigen": InfiniGen,
 }
 
 __all__ = [
@@ -44,11 +51,14 @@ __all__ = [
     "ChunkKV",
     "Eviction",
     "FullKV",
+    "InfiniGen",
     "KVCache",
     "LayerState",
+    "Loki",
     "Method",
     "Plan",
     "PyramidKV",
+    "Quest",
     "Report",
     "Row",
     "SABlock",
@@ -59,4 +69,5 @@ __all__ = [
     "SnapKV",
     "StreamingLLM",
     "attach",
+    "loki_bases",
 ]

@@ -13,6 +13,7 @@ import functools
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
+from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kv_integration.cache import KVCache
 from kv_integration.layer import CompressedLayer
+from kv_integration.lookahead import Lookahead
 from kv_integration.method import Context, Method
 from kv_integration.rope import Turn, takes_tables, turn_of
 
@@ -55,7 +57,11 @@ class Attached:
                 decoder.register_forward_pre_hook(self._enter, with_kwargs=True),
                 decoder.register_forward_hook(_leave, always_call=True),
             ]
-            for module in attention_modules(decoder):
+            modules = attention_modules(decoder)
+            for before, after in pairwise(modules):
+                hook = Lookahead(after)
+                self._hooks.append(before.register_forward_pre_hook(hook, with_kwargs=True))
+            for module in modules:
                 self._hooks.append(module.register_forward_pre_hook(_hand_over, with_kwargs=True))
             for wrapped, wrapper in WRAPPED.items():
                 model.__dict__[wrapped] = wrapper(getattr(model, wrapped))
@@ -323,8 +329,6 @@ def _hand_over(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         if isinstance(layer, CompressedLayer):
             more: dict[str, Any] = {"kv_layer": layer}
             if cache.method.rope:
-                more["kv_turn"] = turn_of(
-                    module, args, kwargs, cache, cache.context.rotations
-                )
+                more["kv_turn"] = turn_of(module, args, kwargs, cache, cache.context.rotations)
             return args, {**kwargs, **more}
     return None

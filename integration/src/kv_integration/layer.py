@@ -12,8 +12,8 @@ from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 from kv_integration.buffer import KVBuffer
 from kv_integration.latest import LatestQueries
 from kv_integration.method import LayerState, Row
-from kv_score import attend_and_accumulate
 from kv_integration.rope import RopeTables, Turn
+from kv_score import attend_and_accumulate
 
 if TYPE_CHECKING:
     from kv_integration.cache import KVCache

@@ -132,7 +132,18 @@ class Recalled(NamedTuple):
 
 
 class LayerState(ABC):
-    """What one layer holds after its prompt was compressed, and how a step reads it."""
+    """What one layer holds after its prompt was compressed, and how a step reads it.
+
+    looks_ahead: whether it wants to be told by `expect`, before a decoding step comes to it, about
+    which query it will be asked.
+    """
+
+    looks_ahead: bool = False
+
+    def expect(self, queries: Tensor, *, scale: float) -> None:
+        """The layer before has begun its step; `queries` [B, H_q, 1, D] are what its input makes
+        of this layer's projections: a guess at what `step` will be given."""
+        raise TypeError(f"{type(self).__name__} does not look ahead")
 
     @abstractmethod
     def step(

@@ -156,8 +156,8 @@ class RopeTables:
     Layers that were given the same tables share them. They are held in the form that belongs to
     `layout`, as `kv_attn_triton.lowrank_attention` reads them, whatever form the model has.
 
-    grows: whether tokens after the prompt are wanted, too. seen: tokens of the batch so far, padding
-    included.
+    grows: whether tokens after the prompt are wanted, too. seen: tokens of the batch so far,
+    padding included.
     """
 
     def __init__(self, turn: Turn, device: torch.device, *, grows: bool) -> None:

@@ -185,9 +185,7 @@ class ShadowState(LayerState):
     Entry n of a row's factors is its token n, and chunk c its tokens c * chunk and following.
     """
 
-    def __init__(
-        self, parts: Sequence[ShadowRow], rows: Sequence[Row], method: ShadowKV
-    ) -> None:
+    def __init__(self, parts: Sequence[ShadowRow], rows: Sequence[Row], method: ShadowKV) -> None:
         self.method, self.rope = method, rows[0].rope
         self.chunks = max(part.share.chunks for part in parts)
         rank = max(part.left.shape[2] for part in parts)
