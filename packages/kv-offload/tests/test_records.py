@@ -59,7 +59,7 @@ def test_a_closed_store_says_so_and_its_file_is_gone(tmp_path):
         ([torch.ones(2), [1.0]], TypeError, r"records\[1\] is \[1.0\], wanted a tensor"),
     ],
 )
-def test_what_is_no_list_of_records_is_refused(records, error, text, plain=None):
+def test_what_is_no_list_of_records_is_refused(records, error, text):
     with pytest.raises(error, match=text):
         RecordStore(records)
 
