@@ -54,7 +54,7 @@ SMALL: dict[str, Method] = {
     "cam": CaM(budget=12, spread=3),
     "d2o": D2O(budget=12),
 }
-FEW = ("full", "sablock", "semanticache")
+FEW = ("full", "sablock", "semanticache", "sekv")
 # What is forgotten while tokens are generated cannot come back.
 FORGETS_ON = ("streamingllm", "h2o")
 CANNOT_CROP = ("sentencekv", "h2o")
