@@ -21,6 +21,7 @@ from kv_integration import (
     PyramidKV,
     Quest,
     SABlock,
+    SeKV,
     SemantiCache,
     SentenceKV,
     ShadowKV,
@@ -37,6 +38,7 @@ LOSSLESS: dict[str, Method] = {
     "sablock": SABlock(budget=1.0),
     "shadowkv": ShadowKV(budget=1.0),
     "shadowkvplus": ShadowKVPlus(budget=1.0, window=4, chunk=2, recent=5),
+    "sekv": SeKV(budget=1.0),
     "streamingllm": StreamingLLM(budget=ROOMY),
     "h2o": H2O(budget=ROOMY),
     "snapkv": SnapKV(budget=1.0),
@@ -55,6 +57,7 @@ SMALL: dict[str, Method] = {
     "sablock": SABlock(budget=12, window=4),
     "shadowkv": ShadowKV(budget=12, window=4, chunk=2, outliers=1, rank=12),
     "shadowkvplus": ShadowKVPlus(budget=12, window=4, chunk=2, outliers=1, rank=8, recent=3),
+    "sekv": SeKV(budget=24, window=4, sinks=1, min_length=3, max_length=6, max_rank=4),
     "streamingllm": StreamingLLM(budget=12, sinks=2),
     "h2o": H2O(budget=12),
     "snapkv": SnapKV(budget=12, window=4),
@@ -67,7 +70,7 @@ SMALL: dict[str, Method] = {
     # Of a random model's queries no few directions stand out: rounding would choose among them.
     "infinigen": InfiniGen(budget=12, share=1.0),
 }
-FEW = ("full", "sablock", "semanticache", "shadowkv")
+FEW = ("full", "sablock", "semanticache", "shadowkv", "sekv")
 RETRIEVES = ("quest", "infinigen")
 # What is forgotten while tokens are generated cannot come back.
 FORGETS_ON = ("streamingllm", "h2o")

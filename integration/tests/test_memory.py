@@ -22,6 +22,7 @@ from kv_integration import (
     PyramidKV,
     Quest,
     SABlock,
+    SeKV,
     SemantiCache,
     SentenceKV,
     ShadowKV,
@@ -40,6 +41,7 @@ LONG = {
     "sablock": SABlock(budget=40),
     "shadowkv": ShadowKV(budget=40, window=8, rank=16),
     "shadowkvplus": ShadowKVPlus(budget=40, window=8, rank=16, recent=8),
+    "sekv": SeKV(budget=80, window=16, sinks=1, max_rank=8),
     "streamingllm": StreamingLLM(budget=40),
     "h2o": H2O(budget=40),
     "snapkv": SnapKV(budget=40),
@@ -53,12 +55,6 @@ LONG = {
 }
 # Methods that hold all of the prompt somewhere.
 WHOLE = ("shadowkv", "shadowkvplus", "quest", "loki", "infinigen")
-    "shadowkv",
-    "shadowkvplus",
-    "quest",
-    "loki",
-    "infinigen",
-)  # hold all of the prompt somewhere
 ENTRY = 2 * 16 * 4  # bytes of one key and one value in float32
 
 
@@ -146,7 +142,7 @@ def test_nothing_keeps_the_prompt_alive(family, tokenizer, method, chunk, monkey
         assert all(storage.expired() for storage in made)
 
 
-@each(LONG, but=["full", "semanticache", *WHOLE])
+@each(LONG, but=["full", "semanticache", "sekv", *WHOLE])
 def test_memory_is_what_the_budget_says(tokenizer, method):
     model = shared("llama")
     with attach(model, tokenizer) as kv, torch.no_grad():
@@ -178,7 +174,7 @@ def test_unequal_heads_are_stored_without_padding(tokenizer, method, track):
         assert sum(storages(state).values()) == size
 
 
-@each(LONG)
+@each(LONG, but=["sekv"])  # which needs the whole forward pass before it can compress
 def test_while_a_layer_is_filled_those_before_it_are_compressed(tokenizer, method):
     """Peak of a prefill: as without any cache, one layer whole, and what is left of the others."""
     torch.manual_seed(0)

@@ -18,7 +18,14 @@ from kv_integration.baselines import (
 from kv_integration.cache import KVCache
 from kv_integration.eviction import Eviction
 from kv_integration.method import LayerState, Method, Plan, Row
-from kv_integration.methods import SABlock, SemantiCache, SentenceKV, ShadowKV, ShadowKVPlus
+from kv_integration.methods import (
+    SABlock,
+    SeKV,
+    SemantiCache,
+    SentenceKV,
+    ShadowKV,
+    ShadowKVPlus,
+)
 from kv_integration.report import Report
 
 __version__ = "0.1.0"
@@ -30,6 +37,7 @@ METHODS: dict[str, type[Method]] = {
     "sablock": SABlock,
     "shadowkv": ShadowKV,
     "shadowkvplus": ShadowKVPlus,
+    "sekv": SeKV,
     "streamingllm": StreamingLLM,
     "h2o": H2O,
     "snapkv": SnapKV,
@@ -62,6 +70,7 @@ __all__ = [
     "Report",
     "Row",
     "SABlock",
+    "SeKV",
     "SemantiCache",
     "SentenceKV",
     "ShadowKV",
