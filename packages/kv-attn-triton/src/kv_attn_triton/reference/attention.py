@@ -24,7 +24,7 @@ are cut into pieces, which are attended as if they were heads and merged.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import groupby
 
 import torch
@@ -40,7 +40,6 @@ SCORES = 1 << 24  # float32 scores held at a time
 LONG = 1 << 18  # float32 elements of one head's keys past which `_matmul` is the faster one
 FEW = 8  # rows up to which that holds
 PIECE = 1024  # entries that are worth a thread of their own
-BLOCK = 1 << 21  # elements per thread of what is gathered and rebuilt at a time
 SQUARE = 64  # causal queries whose own entries are one masked product for the whole group
 
 
@@ -76,17 +75,6 @@ def unpack(state: State, query_heads: int, queries: int) -> State:
     batch, _, _, size = out.shape
     shape = (batch, query_heads, queries)
     return out.reshape(*shape, size), lse.reshape(shape)
-
-
-def blocks(batch: int, heads: int, elements: int) -> Iterator[tuple[slice, slice]]:
-    """Rows and runs of heads that leave each thread about `BLOCK` elements, `elements` per head.
-
-    What one block makes of gathered rows is then found in the cache by the next step of it.
-    """
-    step = torch.get_num_threads() * max(1, BLOCK // max(1, elements))
-    for b in range(batch):
-        for h in range(0, heads, step):
-            yield slice(b, b + 1), slice(h, h + step)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> State:
