@@ -18,6 +18,7 @@ from kv_integration import (
     Method,
     PyramidKV,
     SABlock,
+    SeKV,
     SemantiCache,
     SentenceKV,
     SnapKV,
@@ -30,6 +31,7 @@ LOSSLESS: dict[str, Method] = {
     "sentencekv": SentenceKV(budget=1.0),
     "semanticache": SemantiCache(theta=1.0),
     "sablock": SABlock(budget=1.0),
+    "sekv": SeKV(budget=1.0),
     "streamingllm": StreamingLLM(budget=ROOMY),
     "h2o": H2O(budget=ROOMY),
     "snapkv": SnapKV(budget=1.0),
@@ -43,6 +45,7 @@ SMALL: dict[str, Method] = {
     "sentencekv": SentenceKV(budget=12, window=4),
     "semanticache": SemantiCache(budget=16),
     "sablock": SABlock(budget=12, window=4),
+    "sekv": SeKV(budget=24, window=4, sinks=1, min_length=3, max_length=6, max_rank=4),
     "streamingllm": StreamingLLM(budget=12, sinks=2),
     "h2o": H2O(budget=12),
     "snapkv": SnapKV(budget=12, window=4),
@@ -51,7 +54,7 @@ SMALL: dict[str, Method] = {
     "cam": CaM(budget=12, spread=3),
     "d2o": D2O(budget=12),
 }
-FEW = ("full", "sablock", "semanticache")
+FEW = ("full", "sablock", "semanticache", "sekv")
 # What is forgotten while tokens are generated cannot come back.
 FORGETS_ON = ("streamingllm", "h2o")
 CANNOT_CROP = ("sentencekv", "h2o")

@@ -19,6 +19,7 @@ from kv_integration import (
     FullKV,
     PyramidKV,
     SABlock,
+    SeKV,
     SemantiCache,
     SentenceKV,
     SnapKV,
@@ -33,6 +34,7 @@ LONG = {
     "sentencekv": SentenceKV(budget=40),
     "semanticache": SemantiCache(budget=200),
     "sablock": SABlock(budget=40),
+    "sekv": SeKV(budget=80, window=16, sinks=1, max_rank=8),
     "streamingllm": StreamingLLM(budget=40),
     "h2o": H2O(budget=40),
     "snapkv": SnapKV(budget=40),
@@ -129,7 +131,7 @@ def test_nothing_keeps_the_prompt_alive(family, tokenizer, method, chunk, monkey
         assert all(storage.expired() for storage in made)
 
 
-@each(LONG, but=["full", "semanticache"])
+@each(LONG, but=["full", "semanticache", "sekv"])
 def test_memory_is_what_the_budget_says(tokenizer, method):
     model = shared("llama")
     with attach(model, tokenizer) as kv, torch.no_grad():
@@ -161,7 +163,7 @@ def test_unequal_heads_are_stored_without_padding(tokenizer, method, track):
         assert sum(storages(state).values()) == size
 
 
-@each(LONG)
+@each(LONG, but=["sekv"])  # which needs the whole forward pass before it can compress
 def test_while_a_layer_is_filled_those_before_it_are_compressed(tokenizer, method):
     """Peak of a prefill: as without any cache, one layer whole, and what is left of the others."""
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ from kv_integration.baselines import (
 from kv_integration.cache import KVCache
 from kv_integration.eviction import Eviction
 from kv_integration.method import LayerState, Method, Plan, Row
-from kv_integration.methods import SABlock, SemantiCache, SentenceKV
+from kv_integration.methods import SABlock, SeKV, SemantiCache, SentenceKV
 from kv_integration.report import Report
 
 __version__ = "0.1.0"
@@ -24,6 +24,7 @@ METHODS: dict[str, type[Method]] = {
     "sentencekv": SentenceKV,
     "semanticache": SemantiCache,
     "sablock": SABlock,
+    "sekv": SeKV,
     "streamingllm": StreamingLLM,
     "h2o": H2O,
     "snapkv": SnapKV,
@@ -50,6 +51,7 @@ __all__ = [
     "Report",
     "Row",
     "SABlock",
+    "SeKV",
     "SemantiCache",
     "SentenceKV",
     "SnapKV",

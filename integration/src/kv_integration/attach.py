@@ -3,8 +3,9 @@
 Put on the model and taken off again: an attention function of our own (chosen by
 `set_attn_implementation`), a hook on the decoder that tells the cache which tokens come, a hook on
 each attention module that hands the cache to the attention function, a `generate` that tells the
-cache how long the prompt is before it calls the model's own, and a `prepare_inputs_for_generation`
-that does not lose it. Without one of our caches in the call, all of them pass everything through.
+cache how long the prompt is before it calls the model's own, a `prepare_inputs_for_generation`
+that does not lose it, and on the decoder a `forward` that tells a prompt's end from what follows.
+Without one of our caches in the call, all of them pass everything through.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kv_integration.cache import KVCache
 from kv_integration.layer import CompressedLayer
 from kv_integration.method import Context, Method
+from kv_integration.surprise import LMHead
 
 PREFIX = "kv_integration_"
 UNSUPPORTED = {
@@ -42,12 +44,14 @@ class Attached:
     def __init__(self, model: PreTrainedModel, tokenizer: object | None = None) -> None:
         check_supported(model)
         self.model = model
-        self.context = Context(tokenizer)
+        self.context = Context(tokenizer, LMHead.of(model))
         self._original = model.config._attn_implementation
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._own = {name: model.__dict__.get(name) for name in WRAPPED}
-        name = register(self._original)
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+        wrapped = [(model, name, wrapper) for name, wrapper in WRAPPED.items()]
+        wrapped.append((decoder, "forward", functools.partial(_in_two, decoder)))
+        self._own = [(module, name, module.__dict__.get(name)) for module, name, _ in wrapped]
+        name = register(self._original)
         try:
             model.set_attn_implementation(name)
             self._hooks += [
@@ -56,8 +60,8 @@ class Attached:
             ]
             for module in attention_modules(decoder):
                 self._hooks.append(module.register_forward_pre_hook(_hand_over, with_kwargs=True))
-            for wrapped, wrapper in WRAPPED.items():
-                model.__dict__[wrapped] = wrapper(getattr(model, wrapped))
+            for module, method, wrapper in wrapped:
+                module.__dict__[method] = wrapper(getattr(module, method))
         except BaseException:
             self.detach()
             raise
@@ -83,10 +87,10 @@ class Attached:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        for name, own in self._own.items():
-            self.model.__dict__.pop(name, None)
+        for module, name, own in self._own:
+            module.__dict__.pop(name, None)
             if own is not None:
-                self.model.__dict__[name] = own
+                module.__dict__[name] = own
         if (self.model.config._attn_implementation or "").startswith(PREFIX):
             self.model.set_attn_implementation(self._original)
 
@@ -101,6 +105,8 @@ class Attached:
         ids = args[0] if args else kwargs.get("input_ids")
         if ids is None:
             raise ValueError("inputs_embeds is not supported: our caches read input_ids")
+        if cache.cut(ids.shape[1]):
+            return  # `_in_two` calls the decoder for each part
         cache.enter(ids, kwargs.get("attention_mask"))
         _active.set(cache)
 
@@ -280,14 +286,61 @@ def _keeping(prepare: Callable[..., Any]) -> Callable[..., Any]:
 WRAPPED = {"generate": _announcing, "prepare_inputs_for_generation": _keeping}
 
 
+def _in_two(decoder: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A decoder's `forward` that runs the end of a prompt and what follows it one after the other,
+    where the cache's method must have seen the whole prompt before it can answer."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        cache = _cache_in(args, kwargs)
+        ids = args[0] if args else kwargs.get("input_ids")
+        if cache is None or _active.get() is cache or not isinstance(ids, Tensor):
+            return forward(*args, **kwargs)
+        new = ids.shape[1]
+        cut = cache.cut(new)
+        mask, seen = kwargs.get("attention_mask"), cache.tokens
+
+        def part(x: Any, columns: slice) -> Any:
+            if not isinstance(x, Tensor) or x.is_floating_point():
+                return x
+            if x is mask:
+                return x[:, : seen + cut] if columns.stop else x
+            return x[..., columns] if x.shape[-1] == new else x
+
+        outputs = [
+            decoder(
+                *(part(x, columns) for x in args),
+                **{name: part(x, columns) for name, x in kwargs.items()},
+            )
+            for columns in (slice(0, cut), slice(cut, None))
+        ]
+        return _joined(*outputs)
+
+    return run
+
+
+def _joined(first: Any, second: Any) -> Any:
+    """Outputs of a decoder for tokens that follow each other, as one."""
+    if isinstance(second, tuple):
+        return (torch.cat([first[0], second[0]], 1), *second[1:])
+    second["last_hidden_state"] = torch.cat([first[0], second[0]], 1)
+    if second.get("hidden_states") is not None:
+        pairs = zip(first["hidden_states"], second["hidden_states"], strict=True)
+        second["hidden_states"] = tuple(torch.cat(pair, 1) for pair in pairs)
+    return second
+
+
 def _cache_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> KVCache | None:
     """Our cache among a module's arguments; families name and order them differently."""
     return next((x for x in (*kwargs.values(), *args) if isinstance(x, KVCache)), None)
 
 
 def _leave(decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """After the decoder ran, or failed."""
+    """After the decoder ran, or failed: `output` is None then."""
+    cache = _active.get()
     _active.set(None)
+    if cache is not None and output is not None:
+        cache.leave(output[0])
 
 
 def _hand_over(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -13,6 +13,7 @@ from kv_integration.budget import budget_entries
 from kv_integration.layer import CompressedLayer, SlidingLayer
 from kv_integration.method import Context, Method, Plan
 from kv_integration.report import LayerReport, Report
+from kv_integration.surprise import PromptSurprisal
 from kv_offload import storage_bytes
 
 
@@ -53,6 +54,10 @@ class KVCache(Cache):
             raise ValueError(
                 f"recompress_after is {recompress_after}, but {method.name} cannot compress again"
             )
+        if method.needs_surprisal and context.head is None:
+            raise ValueError(
+                f"{method.name} needs the surprisal of the prompt, but this model has no LM head"
+            )
         self.config, self.method, self.context = config, method, context
         self.prompt_length, self.recompress_after = prompt_length, recompress_after
         self._expected: int | None = None
@@ -62,6 +67,8 @@ class KVCache(Cache):
         self.valid: Tensor | None = None
         self.order: Tensor | None = None
         self._prompt: list[tuple[Tensor, Tensor | None]] = []
+        self.surprise = self._surprise()
+        self._passing: Tensor | None = None
         self.row_tokens: list[int] = []
         self.row_seen: list[int] = []
         self.tokens = 0
@@ -93,6 +100,22 @@ class KVCache(Cache):
         if self.tokens == 0:
             self._expected = prompt_length
 
+    def _surprise(self) -> PromptSurprisal | None:
+        """What will gather the prompt's surprisal, if the method needs it."""
+        head = self.context.head if self.method.needs_surprisal else None
+        return None if head is None else PromptSurprisal(head)
+
+    def cut(self, new: int) -> int:
+        """How many of the next `new` tokens must pass the model before the others do; 0 for all.
+
+        A method that looks at the whole prompt first cannot answer tokens that come in one forward
+        pass with the prompt's end, as a draft's do.
+        """
+        wanted = self.prompt_length or self._expected
+        if self.surprise is None or self.prompt_complete or wanted is None:
+            return 0
+        return wanted - self.prompt_tokens if wanted - self.prompt_tokens < new else 0
+
     def enter(self, ids: Tensor, mask: Tensor | None) -> None:
         """Tokens [B, Q] are about to pass the model; `mask` [B, seen + Q], 0 for padding.
 
@@ -104,7 +127,7 @@ class KVCache(Cache):
                 number of rows is not that of the prompt; or `mask` is not of two dimensions.
         """
         lengths = {layer.seen for layer in self.compressed}
-        if lengths and lengths != {self.tokens}:
+        if self._passing is not None or (lengths and lengths != {self.tokens}):
             raise ValueError(
                 f"a forward pass on this cache was interrupted: of {self.tokens} tokens its layers "
                 f"hold {sorted(lengths)}; reset() it and start over"
@@ -129,6 +152,8 @@ class KVCache(Cache):
             self.fresh = min(new, wanted - self.prompt_tokens)
             self.prompt_valid = None if valid is None else valid[:, : self.fresh]
             self._prompt.append((ids[:, : self.fresh], self.prompt_valid))
+            if self.surprise is not None:
+                self._passing = ids[:, : self.fresh]
             if self.prompt_tokens + self.fresh == wanted:
                 self._begin()
             self.prompt_tokens += self.fresh
@@ -145,6 +170,21 @@ class KVCache(Cache):
             self.plan.advance(
                 rest if self.order is None else rest.gather(1, self.order), self.valid
             )
+
+    def leave(self, hidden: Tensor) -> None:
+        """The tokens have passed the decoder, whose last hidden states are `hidden` [B, Q, E].
+
+        If they were the rest of a prompt whose surprisal the method needs, all layers compress.
+        """
+        if self.surprise is None or self._passing is None:
+            return
+        self.surprise.add(hidden, self._passing, self.prompt_valid)
+        self._passing = None
+        if self.prompt_complete:
+            self.plan.finish(self.surprise.rows())
+            self.surprise = None
+            for layer in self.compressed:
+                layer.finish()
 
     @property
     def _batch(self) -> int:
@@ -190,6 +230,7 @@ class KVCache(Cache):
         self.plan, self.fresh, self._expected = Plan(), 0, None
         self.prompt_valid = self.valid = self.order = None
         self._prompt, self.row_tokens, self.row_seen = [], [], []
+        self.surprise, self._passing = self._surprise(), None
         self.tokens, self.prompt_tokens, self.prompt_complete = 0, 0, False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -256,8 +297,9 @@ class KVCache(Cache):
     def _own_bytes(self) -> int:
         """Bytes of token ids and masks that the cache itself holds."""
         held = [x for part in self._prompt for x in part]
-        held += [self.prompt_valid, self.valid, self.order]
-        return storage_bytes(*(x for x in held if x is not None))
+        held += [self.prompt_valid, self.valid, self.order, self._passing]
+        own = storage_bytes(*(x for x in held if x is not None))
+        return own + (0 if self.surprise is None else self.surprise.nbytes)
 
     def _layer_report(self, layer: CompressedLayer | SlidingLayer) -> LayerReport:
         seen = layer.get_seq_length()
@@ -267,9 +309,9 @@ class KVCache(Cache):
             return LayerReport("sliding", seen, 0, size, 0, 0, size, 0, 0, 0)
         tiers = layer.nbytes()
         entries = 0 if layer.state is None else int(layer.state.entries().max())
-        traffic = {"bytes_moved": 0, "hits": 0, "misses": 0}
+        traffic, details = {"bytes_moved": 0, "hits": 0, "misses": 0}, {}
         if layer.state is not None:
-            traffic = layer.state.traffic()
+            traffic, details = layer.state.traffic(), layer.state.details()
         return LayerReport(
             kind="compressed",
             tokens_seen=seen,
@@ -278,5 +320,6 @@ class KVCache(Cache):
             host_bytes=tiers["host"],
             disk_bytes=tiers["disk"],
             full_kv_bytes=layer.token_bytes * seen * layer.batch_size,
+            details=details,
             **traffic,
         )

@@ -94,10 +94,18 @@ class CompressedLayer(CacheLayerMixin):
     def _prompt(
         self, queries: Tensor, keys: Tensor, values: Tensor, exact: ExactAttention
     ) -> Tensor:
-        """Tokens of the prompt: all of them, or a part that is held until the rest is there."""
+        """Tokens of the prompt: all of them, or a part that is held until the rest is there.
+
+        All of them are held, too, until their surprisal is known, if the method needs it.
+        """
         if self.held is None and self.cache.prompt_complete:
             out = self._prefill(queries, keys, values, exact)
-            self._compress(self._rows(queries, keys, values))
+            rows = self._rows(queries, keys, values)
+            if self.cache.surprise is None:
+                self._compress(rows)
+            else:
+                self.held = KVBuffer.stack([(row.keys, row.values) for row in rows])
+                self.latest.append(queries, self.cache.prompt_valid)
             return out
         return self._hold(queries, keys, values)
 
@@ -181,15 +189,20 @@ class CompressedLayer(CacheLayerMixin):
         self.held.append(keys, values, self.cache.prompt_valid)
         self.latest.append(queries, self.cache.prompt_valid)
         out = self.held.attend(queries, scale=self.scale)[0]
-        if self.cache.prompt_complete:
-            held = self.held
+        if self.cache.prompt_complete and self.cache.surprise is None:
+            self.finish()
+        return out
+
+    def finish(self) -> None:
+        """The whole prompt is held, and all that the method wants to know about it is known."""
+        held = self.held
+        if held is not None:
             rows = [
                 self._row(row, self.latest.row(row), *held.row(row))
                 for row in range(len(self.cache.row_tokens))
             ]
             self._compress(rows)
             self.held = None
-        return out
 
     def _compress(self, rows: list[Row]) -> None:
         self.state = self.cache.method.compress(rows, self.cache.plan)

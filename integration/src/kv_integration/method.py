@@ -9,22 +9,26 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from kv_integration.budget import budget_entries
+from kv_integration.surprise import LMHead
 from kv_offload import storage_bytes
 from kv_segment import delimiter_table
 
 
 class Context:
-    """What a method may ask about the model's surroundings: delimiter tables of the tokenizer."""
+    """What a method may ask about the model's surroundings: delimiter tables of the tokenizer.
 
-    def __init__(self, tokenizer: object | None) -> None:
-        self.tokenizer = tokenizer
+    head: the model's LM head, through which the prompt's surprisal is found; None without one.
+    """
+
+    def __init__(self, tokenizer: object | None, head: LMHead | None = None) -> None:
+        self.tokenizer, self.head = tokenizer, head
         self._tables: dict[tuple[str, ...], NDArray[np.bool_]] = {}
 
     def delimiters(self, texts: tuple[str, ...]) -> NDArray[np.bool_]:
@@ -56,6 +60,10 @@ class Plan:
     def settle(self, *, recompress: bool) -> None:
         """Told once, after `begin`: whether what comes after the prompt will be compressed, too."""
         self.recompress = recompress
+
+    def finish(self, surprisal: Sequence[Tensor]) -> None:
+        """Told once, before any `compress`, if the method `needs_surprisal`: float32[T_b] per row,
+        -log p of each of the prompt's tokens in nats, 0 for the first, which nothing predicts."""
 
     def of(self, row: Row) -> Tensor:
         """Segments of a row's entries, int64[S + 1]."""
@@ -152,6 +160,10 @@ class LayerState(ABC):
         """All entries of one row, `seen` tokens of which came so far, to be compressed again."""
         raise ValueError(f"{type(self).__name__} cannot be compressed again")
 
+    def details(self) -> dict[str, Any]:
+        """Figures of this method's own for the report, as plain numbers and lists."""
+        return {}
+
     def traffic(self) -> dict[str, int]:
         """Counts since the prompt: `bytes_moved` between tiers, `hits` and `misses` in entries."""
         return {"bytes_moved": 0, "hits": 0, "misses": 0}
@@ -163,6 +175,9 @@ class Method(ABC):
     budget: int | float = 1.0
     recompresses: bool = False  # whether `compress` takes rows that were compressed before
     observe: int = 0  # how many of the prompt's last queries `compress` wants
+    # Whether the plan wants the prompt's surprisal: all layers hold the prompt until the model
+    # has seen its last token, and compress then.
+    needs_surprisal: bool = False
 
     @property
     def name(self) -> str:

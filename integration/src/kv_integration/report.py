@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 TIERS = ("device", "host", "disk")
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer. Bytes by tier; entries of the prompt attended per step (the most of any head)."""
+    """One layer. Bytes by tier; entries of the prompt attended per step (the most of any head).
+
+    details: figures of the method's own, such as SeKV's zoom-in rates.
+    """
 
     kind: str
     tokens_seen: int
@@ -21,6 +25,7 @@ class LayerReport:
     bytes_moved: int
     hits: int
     misses: int
+    details: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,61 @@ def test_equals_expanding_span_by_span(case: Case) -> None:
             assert got.expanded[i, j].nonzero()[:, 0].tolist() == slow(case, i, j)
 
 
+@given(cases(), st.data())
+def test_selected_spans_are_the_expanded_ones_best_first(case: Case, data: st.DataObject) -> None:
+    gates, offsets, threshold = case["gates"], case["offsets"], case["threshold"]
+    b, q = gates.shape[:2]
+    if isinstance(threshold, Tensor) and data.draw(st.booleans()):
+        threshold = threshold.expand(b, -1)
+    budgets = [data.draw(st.integers(0, 16)) for _ in range(b)]
+    budget = data.draw(st.sampled_from([budgets, budgets[0]]))
+    got = kp.select_spans(
+        gates, threshold, offsets.diff(dim=-1), budget, kv_heads=case["kv_heads"]
+    )
+    most = 0
+    for i in range(b):
+        for j in range(case["kv_heads"]):
+            own = case | {"budget": budget if isinstance(budget, int) else budget[i]}
+            chosen = [k for k in got[i, j].tolist() if k >= 0]
+            most = max(most, len(chosen))
+            assert got[i, j].tolist() == chosen + [-1] * (got.shape[2] - len(chosen))
+            sizes = offsets.expand(b, -1)[i].diff().tolist()
+            assert sorted(k for k in chosen if sizes[k]) == slow(own, i, j)
+            group = q // case["kv_heads"]
+            heads = range(j * group, (j + 1) * group)
+            limits = threshold.expand(b, -1)[i].tolist() if isinstance(threshold, Tensor) else None
+            best = [
+                max(
+                    float(gates[i, h, k])
+                    for h in heads
+                    if gates[i, h, k] > (limits[h] if limits else threshold)
+                )
+                for k in chosen
+            ]
+            assert best == sorted(best, reverse=True)
+    assert got.shape[2] == most
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"cost": torch.ones(1, 4)}, TypeError, "cost must be torch.int64, got torch.float32"),
+        ({"cost": torch.ones(3).long()}, ValueError, r"cost must have shape \[S\] or \[B, S\]"),
+        ({"cost": -torch.ones(4).long()}, ValueError, "cost must be at least 0, got -1"),
+        ({"budget": [1, 2]}, ValueError, r"one entry for each of the 1 rows, got \[1, 2\]"),
+        ({"budget": -1}, ValueError, "budget must be at least 0, got -1"),
+        ({"kv_heads": 3}, ValueError, "kv_heads must divide the 2 query heads of gates, got 3"),
+        ({"threshold": torch.zeros(2, 2)}, ValueError, r"threshold must have shape \[B, H_q\]"),
+    ],
+)
+def test_wrong_selections_are_refused(
+    unchecked: None, options: Any, error: Any, text: str
+) -> None:
+    case = {"threshold": 0.5, "cost": torch.ones(4).long(), "budget": 2, "kv_heads": 1}
+    with pytest.raises(error, match=text):
+        kp.select_spans(torch.zeros(1, 2, 4), **case | options)
+
+
 @given(cases())
 def test_indices_are_the_tokens_of_the_expanded_spans(case: Case) -> None:
     got = kp.expand_spans(**case)

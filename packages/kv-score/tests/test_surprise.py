@@ -35,6 +35,21 @@ def test_surprisal_equals_cross_entropy(shape, chunk, vocab_chunk, seed):
             assert got[row, t].item() == pytest.approx(wanted, abs=1e-5)
 
 
+@given(shapes, seeds, st.booleans(), st.floats(0.1, 8), st.none() | st.floats(0.5, 30))
+def test_a_head_may_add_scale_and_cap(shape, seed, biased, scale, softcap):
+    hidden, weight, ids = case(shape, seed)
+    bias = normal(seed + 2, shape[2]) if biased else None
+    options = {"bias": bias, "logit_scale": scale, "softcap": softcap}
+    got = surprisal(hidden, weight, ids, vocab_chunk=5, **options)
+    logits = (hidden.double() @ weight.double().mT + (0 if bias is None else bias)) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    wanted = torch.zeros(ids.shape, dtype=torch.float64)
+    spread = logits.exp().sum(-1).log()[:, :-1]
+    wanted[:, 1:] = spread - logits[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+    torch.testing.assert_close(got.double(), wanted, atol=1e-4, rtol=1e-4)
+
+
 @given(shapes, st.integers(1, 9), st.integers(1, 9), seeds)
 def test_surprisal_does_not_depend_on_the_chunks(shape, chunk, vocab_chunk, seed):
     hidden, weight, ids = case(shape, seed)
@@ -135,6 +150,10 @@ META = H.to("meta"), W.to("meta"), IDS.to("meta")
         (None, W, IDS, {}, TypeError, "hidden must be a torch.Tensor, got NoneType"),
         (H, W, IDS, {"chunk": 0}, ValueError, "chunk must be at least 1, got 0"),
         (H, W, IDS, {"vocab_chunk": 0}, ValueError, "vocab_chunk must be at least 1, got 0"),
+        (H, W, IDS, {"bias": W}, ValueError, "bias must have 1 dimensions?"),
+        (H, W, IDS, {"bias": W[:6, 0]}, ValueError, r"bias must have shape \(7,\), got \(6,\)"),
+        (H, W, IDS, {"logit_scale": 0.0}, ValueError, "logit_scale must be finite and above 0"),
+        (H, W, IDS, {"softcap": -1.0}, ValueError, "softcap must be finite and above 0, got -1.0"),
         (H, W, IDS, {"mask": IDS}, TypeError, "mask must be of dtype torch.bool, got torch.int64"),
     ],
 )

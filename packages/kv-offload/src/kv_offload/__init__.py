@@ -13,6 +13,7 @@ from kv_offload.errors import (
     TruncatedFileError,
 )
 from kv_offload.hit_cache import HitCache
+from kv_offload.records import RecordStore
 from kv_offload.save_file import save_cache
 from kv_offload.store import TieredStore
 
@@ -27,6 +28,7 @@ __all__ = [
     "HitCache",
     "NewerFormatError",
     "PendingRows",
+    "RecordStore",
     "StoreClosedError",
     "TieredStore",
     "TruncatedFileError",

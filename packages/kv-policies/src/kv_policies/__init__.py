@@ -5,7 +5,7 @@ from kv_policies.budgets import head_budgets, pyramid_budgets
 from kv_policies.clusters import greedy_clusters
 from kv_policies.merging import Merged, merge
 from kv_policies.segments import top_segments
-from kv_policies.spans import Expansion, expand_spans
+from kv_policies.spans import Expansion, expand_spans, select_spans
 from kv_policies.threshold import Threshold, threshold_for_budget
 from kv_policies.tokens import keep_sinks, keep_window, stream_window, top_tokens
 
@@ -23,6 +23,7 @@ __all__ = [
     "keep_window",
     "merge",
     "pyramid_budgets",
+    "select_spans",
     "stream_window",
     "threshold_for_budget",
     "top_segments",

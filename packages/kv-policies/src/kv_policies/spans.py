@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ class Expansion(NamedTuple):
 
 def expand_spans(
     gates: Float[Tensor, "B Hq S"],
-    threshold: float | Float[Tensor, " Hq"],
+    threshold: float | Float[Tensor, "*each Hq"],
     offsets: Int64[Tensor, "*rows S1"],
     budget: int,
     *,
@@ -41,7 +42,7 @@ def expand_spans(
     Args:
         gates: [B, H_q, S], higher = first, such as SeKV's sigmoid; -inf (or any value not above
             the threshold) marks what is no span to expand, such as anchors.
-        threshold: one number or float[H_q], one per query head.
+        threshold: one number or float[H_q], one per query head, or float[B, H_q].
         offsets: int64[S + 1], or int64[B, S + 1] where rows differ (repeats of n at the end).
         budget: tokens that expanded spans may hold per row and KV head, at least 0.
         n: number of tokens, which the offsets cover.
@@ -67,24 +68,99 @@ def expand_spans(
     table = _offsets.rows(offsets, score, "gates", n, check=check)
     _check.shape("gates", score, (b, q, table.shape[1] - 1), "[B, H_q, S]")
 
-    fired = score.masked_fill(score <= limit, -math.inf)
-    best = fired.unflatten(1, (kv_heads, q // kv_heads)).amax(2)
-    order = best.sort(dim=-1, descending=True, stable=True).indices
-    length = table.diff(dim=1)[:, None].expand_as(best)
-    filled = length.gather(-1, order).cumsum(-1)
-    fits = torch.empty_like(best, dtype=torch.bool).scatter_(-1, order, filled <= budget)
-    expanded = fits & (best > -math.inf) & (length > 0)
+    length = table.diff(dim=1)
+    order, fits = _in_order(score, limit, length, budget, kv_heads)
+    expanded = torch.empty_like(fits).scatter_(-1, order, fits)
+    expanded &= (length > 0)[:, None]
     ids = _offsets.segment_ids(table, n)[:, None].expand(b, kv_heads, n)
     return Expansion(expanded, indices_of(expanded.gather(-1, ids), budget))
 
 
+def select_spans(
+    gates: Float[Tensor, "B Hq S"],
+    threshold: float | Float[Tensor, "*each Hq"],
+    cost: Int64[Tensor, "*rows S"],
+    budget: int | Sequence[int],
+    *,
+    kv_heads: int,
+    check: bool = True,
+) -> Int64[Tensor, "B Hkv E"]:
+    """The choice of `expand_spans` where spans lie apart and rows differ: spans, best first.
+
+    As there, span k of a KV head is a candidate when the gate of any of its query heads is above
+    that head's threshold; candidates are taken in falling order of their highest such gate until
+    one costs more than what is left of the budget. Any increasing function of the gates and
+    thresholds gives the same, so logits can stand for sigmoids.
+
+    Args:
+        gates: [B, H_q, S], -inf where there is no span.
+        threshold: one number, or float[H_q], or float[B, H_q].
+        cost: what expanding a span takes, int64[S] or int64[B, S], at least 0: its tokens, or one
+            less where they replace an entry.
+        budget: what a row and KV head may spend, at least 0; or one such int for each row.
+        kv_heads, check: as in `expand_spans`.
+
+    Returns:
+        int64[B, H_kv, E], in falling order of the gate, -1 padded; E is the most that any list
+        has, which the host reads.
+
+    Raises:
+        TypeError, ValueError: as `expand_spans`.
+
+    Source: SeKV, section 3.3, Eq. 9, and section 4.1.
+    """
+    score = _check.scores("gates", gates, check=check)
+    kv_heads = _check.integer("kv_heads", kv_heads, least=1)
+    b, q, count = score.shape
+    if q % kv_heads:
+        raise ValueError(f"kv_heads must divide the {q} query heads of gates, got {kv_heads}")
+    limit = _limit(threshold, score, check=check)
+    _check.dtype("cost", cost, torch.int64)
+    _check.shape("cost", cost.expand(b, -1), (b, count), "[S] or [B, S]")
+    _check.same_device("cost", cost, "gates", gates)
+    if check:
+        _check.refuse("cost", cost, cost < 0, "at least 0")
+    granted: int | Tensor
+    if isinstance(budget, Sequence):
+        budgets = [_check.integer("budget", each, least=0) for each in budget]
+        if len(budgets) != b:
+            raise ValueError(
+                f"budget must have one entry for each of the {b} rows, got {budgets}"
+            )
+        granted = budgets[0] if len(set(budgets)) == 1 else _column(budgets, cost.device)
+    else:
+        granted = _check.integer("budget", budget, least=0)
+    order, fits = _in_order(score, limit, cost.expand(b, -1), granted, kv_heads)
+    most = int(fits.sum(-1).max()) if fits.numel() else 0
+    return order[..., :most].masked_fill(~fits[..., :most], -1)
+
+
+def _in_order(
+    score: Tensor, limit: float | Tensor, cost: Tensor, budget: int | Tensor, kv_heads: int
+) -> tuple[Tensor, Tensor]:
+    """Spans [B, H_kv, S] in falling order of their best gate, and which are taken, a prefix."""
+    fired = score.masked_fill(score <= limit, -math.inf)
+    best = fired.unflatten(1, (kv_heads, score.shape[1] // kv_heads)).amax(2)
+    best, order = best.sort(dim=-1, descending=True, stable=True)
+    spent = cost[:, None].expand_as(best).gather(-1, order).cumsum(-1)
+    return order, (spent <= budget) & (best > -math.inf)
+
+
+def _column(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """int64[B, 1, 1]."""
+    return torch.tensor(numbers, device=device)[:, None, None]
+
+
 def _limit(threshold: float | Tensor, gates: Tensor, *, check: bool) -> float | Tensor:
-    """`threshold` as a number or [H_q, 1]."""
+    """`threshold` as a number or [H_q, 1] or [B, H_q, 1]."""
     if not isinstance(threshold, Tensor):
         return _check.real("threshold", threshold, -math.inf, math.inf)
-    _check.shape("threshold", threshold, (gates.shape[1],), "[H_q]")
+    if threshold.ndim == 2:
+        _check.shape("threshold", threshold, tuple(gates.shape[:2]), "[B, H_q]")
+    else:
+        _check.shape("threshold", threshold, (gates.shape[1],), "[H_q]")
     _check.floating("threshold", threshold)
     _check.same_device("threshold", threshold, "gates", gates)
     if check:
         _check.refuse("threshold", threshold, threshold.isnan(), "a number")
-    return threshold[:, None]
+    return threshold[..., None]

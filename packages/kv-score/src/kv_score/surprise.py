@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 import torch
 from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
@@ -11,6 +14,7 @@ from kv_score._checks import (
     check_mask,
     check_positive,
     check_readable,
+    check_shape,
     check_tensor,
 )
 
@@ -22,6 +26,9 @@ def surprisal(
     ids: Int64[Tensor, "b t"],
     *,
     mask: Bool[Tensor, "b t"] | None = None,
+    bias: Float[Tensor, " v"] | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
     chunk: int = 1024,
     vocab_chunk: int = 4096,
 ) -> Float32[Tensor, "b t"]:
@@ -34,7 +41,11 @@ def surprisal(
     the model does, and summed in float32; never more logits are held than `chunk` positions by
     `vocab_chunk` words in float32 take.
 
-    Raises ValueError or TypeError for wrong shapes, dtypes, devices, ids outside the vocabulary.
+    Heads that do more: logits are (W_v . h + `bias`[v]) * `logit_scale`, as Cohere and Granite
+    scale them, then softcap * tanh(logits / softcap) where `softcap` is given, as in Gemma 2.
+
+    Raises ValueError or TypeError for wrong shapes, dtypes, devices, ids outside the vocabulary,
+    a scale or softcap that is not positive.
     Source: SeKV section 3.1, Eq. 1.
     """
     check_tensor("hidden", hidden, ndim=3)
@@ -55,6 +66,13 @@ def surprisal(
     check_device("ids", ids, hidden.device)
     if mask is not None:
         check_mask("mask", mask, (batch, tokens), hidden.device)
+    if bias is not None:
+        check_tensor("bias", bias, ndim=1)
+        check_shape("bias", bias, (vocab,))
+        check_device("bias", bias, hidden.device)
+    for name, value in (("logit_scale", logit_scale), ("softcap", softcap)):
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} must be finite and above 0, got {value}")
     check_positive("chunk", chunk)
     check_positive("vocab_chunk", vocab_chunk)
     check_readable("ids", ids)
@@ -67,25 +85,32 @@ def surprisal(
         if low < 0 or high >= vocab:
             raise ValueError(f"ids must lie within the {vocab} words, got {low} to {high}")
 
+    def logits(states: Tensor, words: slice) -> Tensor:
+        product = states @ lm_head_weight[words].mT
+        if bias is not None:
+            product += bias[words]
+        product = product.float().mul_(logit_scale)
+        return product if softcap is None else product.div_(softcap).tanh_().mul_(softcap)
+
+    if hidden.dtype != torch.float32:  # logits stand beside their float32 copy for a moment
+        vocab_chunk = max(vocab_chunk * 4 // (4 + hidden.itemsize), 1)
+    words = [slice(v, min(v + vocab_chunk, vocab)) for v in range(0, vocab, vocab_chunk)]
     result = hidden.new_zeros(batch, tokens, dtype=torch.float32)
     for start in range(0, len(places), chunk):
         place = places[start : start + chunk]
         row, column = place // tokens, place % tokens
-        result[row, column] = _negative_log_likelihood(
-            hidden[row, column - 1], lm_head_weight, ids[row, column], vocab_chunk
-        )
+        states = hidden[row, column - 1]
+        slices = ((part.start, logits(states, part)) for part in words)
+        result[row, column] = _negative_log_likelihood(slices, ids[row, column])
     return result
 
 
-def _negative_log_likelihood(states: Tensor, weight: Tensor, ids: Tensor, step: int) -> Tensor:
-    """float32[N] for states [N, E], one slice of `step` words' float32 logits at a time."""
-    if weight.dtype != torch.float32:  # the logits stand beside their float32 copy for a moment
-        step = max(step * 4 // (4 + weight.itemsize), 1)
-    top = torch.full(ids.shape, torch.finfo(torch.float32).min, device=states.device)
+def _negative_log_likelihood(slices: Iterator[tuple[int, Tensor]], ids: Tensor) -> Tensor:
+    """float32[N] from slices [N, v] of the logits, each with its first word; they are used up."""
+    top = torch.full(ids.shape, torch.finfo(torch.float32).min, device=ids.device)
     total = torch.zeros_like(top)
     chosen = torch.zeros_like(top)
-    for start in range(0, weight.shape[0], step):
-        logits = (states @ weight[start : start + step].mT).float()
+    for start, logits in slices:
         inside = (ids >= start) & (ids < start + logits.shape[1])
         column = (ids - start).clamp(0, logits.shape[1] - 1)
         chosen += torch.where(inside, logits.gather(1, column[:, None])[:, 0], 0.0)

@@ -1,0 +1,221 @@
+"""A prompt in two resolutions: exact tokens and span means, and the tokens of chosen spans."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kv_attn_triton import attention, merge_states
+from kv_integration.buffer import KVBuffer
+from kv_integration.method import LayerState
+from kv_integration.routing import Routing
+from kv_integration.span_store import SpanStore
+from kv_lowrank import PackedSpans
+from kv_offload import storage_bytes
+from kv_policies import select_spans
+
+BLOCK = 8  # queries of one forward pass that choose their spans at a time
+
+
+@dataclass(frozen=True)
+class SpanRow:
+    """One row's prompt in one layer after compression.
+
+    exact: keys and values [1, H_kv, A, D] that stay as they are. means: of each span's keys and
+    values [1, H_kv, S, D]. sizes: int64[S], tokens of each span. summaries: [1, H_r, S, d'],
+    routing keys. factors: of the spans' keys and of their values, None where no span is ever
+    expanded. room: entries that a step has left for expanded tokens, their spans' means spared.
+    """
+
+    exact: tuple[Tensor, Tensor]
+    means: tuple[Tensor, Tensor]
+    sizes: Tensor
+    summaries: Tensor
+    routing: Routing
+    factors: tuple[PackedSpans, PackedSpans] | None
+    room: int
+
+
+class SpanMemory(LayerState):
+    """What SeKV holds of a layer: exact tokens, span means and routing keys on the device, factors
+    of the spans in a `SpanStore`, and the tokens that came after the prompt."""
+
+    def __init__(self, rows: Sequence[SpanRow], *, tier: Literal["host", "disk"]) -> None:
+        device, heads = rows[0].sizes.device, rows[0].exact[0].shape[1]
+        self.exact = KVBuffer.stack([row.exact for row in rows])
+        self.routing = Routing.stack([row.routing for row in rows])
+        self.keys, self.values = (_padded([row.means[i][0] for row in rows]) for i in (0, 1))
+        self.summaries = _padded([row.summaries[0] for row in rows])
+        self.sizes = _padded([row.sizes[None, :, None] for row in rows])[:, 0, :, 0]
+        self.log_size = self.sizes.log()  # -inf where a row has no further span
+        self.room = [row.room for row in rows]
+        self.cost = (self.sizes - 1).clamp(min=0)
+        room = torch.tensor(self.room, device=device)[:, None]
+        # A span that never fits must not stand in the way of those that do.
+        self.bias = self.log_size.masked_fill(self.cost > room, -math.inf)
+        held = [row.factors for row in rows if row.factors is not None]
+        self.store = SpanStore(held, tier=tier, device=device) if held else None
+        # Span s of KV head h is number first + h * stride + s in the store.
+        counts = torch.tensor([len(row.sizes) for row in rows])
+        self.stride = counts[:, None, None].to(device)
+        self.first = ((counts * heads).cumsum(0) - counts * heads)[:, None, None].to(device)
+        resident = torch.tensor([row.exact[0].shape[2] for row in rows]) + counts
+        self.resident = resident[:, None].expand(-1, heads).contiguous().to(device)
+        self.attended = self.resident.clone()
+        # Counted on the device, which no step waits for.
+        self.zoomed = torch.zeros(self.routing.threshold.shape[1], dtype=torch.int64, device=device)
+        self.asked = self.zoomed.new_zeros(())
+        self.requested = self.zoomed.new_zeros(())
+
+    def step(
+        self, queries: Tensor, keys: Tensor, values: Tensor, *, valid: Tensor | None, scale: float
+    ) -> Tensor:
+        self.exact.append(keys, values, valid)
+        parts = [self.exact.attend(queries, scale=scale)]
+        if self.sizes.shape[1]:
+            blocks = [
+                self._attend_spans(
+                    queries[:, :, first : first + BLOCK],
+                    None if valid is None else valid[:, first : first + BLOCK],
+                    scale,
+                )
+                for first in range(0, queries.shape[2], BLOCK)
+            ]
+            out, lse = (torch.cat(x, dim=2) for x in zip(*blocks, strict=True))
+            parts.append((out, lse))
+        return merge_states(parts)[0]
+
+    def _attend_spans(
+        self, queries: Tensor, valid: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Means of the spans, and tokens of those that a query expands: `(out, lse)` as of all.
+
+        queries: [B, H_q, Q, D]. Each query is a row of its own here, for it has spans of its own.
+        """
+        batch, _, count, _ = queries.shape
+        heads = self.keys.shape[1]
+
+        def each(x: Tensor) -> Tensor:
+            return x if count == 1 else x.repeat_interleave(count, 0)
+
+        gates = self.routing.logits(queries, self.summaries, self.bias)
+        if valid is not None:
+            gates = gates.masked_fill(~valid[:, None, :, None], -math.inf)
+        gates = gates.transpose(1, 2).flatten(0, 1)  # [B * Q, H_q, S]
+        chosen = self._choose(gates, count)
+        expanded = gates.new_zeros(batch * count, heads, gates.shape[2] + 1, dtype=torch.bool)
+        expanded.scatter_(2, chosen.masked_fill(chosen < 0, gates.shape[2]), True)
+        expanded = expanded[..., :-1]
+        self._count(gates, expanded, chosen, count)
+
+        rows = queries.transpose(1, 2).flatten(0, 1).unsqueeze(2)  # [B * Q, H_q, 1, D]
+        log_size = each(self.log_size)[:, None].masked_fill(expanded, -math.inf)
+        keys, values = each(self.keys), each(self.values)
+        parts = [attention(rows, keys, values, log_size=log_size, scale=scale)]
+        if self.store is not None and chosen.shape[2]:
+            head = torch.arange(heads, device=chosen.device)[:, None]
+            numbers = each(self.first) + head * each(self.stride) + chosen
+            slots = self.store.fetch(numbers.masked_fill_(chosen < 0, -1))
+            longest = int(self._of(each(self.sizes), chosen).max())
+            parts.append(self.store.attend(rows, slots, longest=longest, scale=scale))
+        out, lse = merge_states(parts)
+        out = out.view(batch, count, -1, out.shape[-1]).transpose(1, 2)
+        return out, lse.view(batch, count, -1).transpose(1, 2)
+
+    def _choose(self, gates: Tensor, count: int) -> Tensor:
+        """Spans that each of `count` queries per row expands, int64[B * Q, H_kv, E], -1 padded."""
+        if self.store is None:
+            return self.sizes.new_empty(len(gates), self.keys.shape[1], 0)
+        return select_spans(
+            gates,
+            self._thresholds(count),
+            self.cost if count == 1 else self.cost.repeat_interleave(count, 0),
+            [room for room in self.room for _ in range(count)],
+            kv_heads=self.keys.shape[1],
+            check=False,
+        )
+
+    def _thresholds(self, count: int) -> Tensor:
+        """float32[H_q], or [B * Q, H_q] where rows have their own."""
+        threshold = self.routing.threshold
+        return threshold[0] if self.routing.shared else threshold.repeat_interleave(count, 0)
+
+    def _count(self, gates: Tensor, expanded: Tensor, chosen: Tensor, count: int) -> None:
+        """Keep the figures of the report: zoom-ins, entries attended, tokens asked for."""
+        group = gates.shape[1] // expanded.shape[1]
+        fired = gates > self._thresholds(count)[..., None]
+        self.zoomed += (fired & expanded.repeat_interleave(group, 1)).sum((0, 2))
+        self.asked += (gates[:, 0] > -math.inf).sum()
+        spent = self._of(self.cost.repeat_interleave(count, 0), chosen).sum(-1)
+        self.requested += spent.sum() + (chosen >= 0).sum()
+        most = spent.view(-1, count, spent.shape[1]).amax(1)
+        self.attended = torch.maximum(self.attended, self.resident + most)
+
+    @staticmethod
+    def _of(figures: Tensor, chosen: Tensor) -> Tensor:
+        """Figures [B, S] of the chosen spans [B, H, E], 0 for none."""
+        each = figures[:, None].expand(-1, chosen.shape[1], -1)
+        return each.gather(2, chosen.clamp(min=0)).masked_fill_(chosen < 0, 0)
+
+    def entries(self) -> Tensor:
+        """The most that a step has attended so far; before any, what all of them attend."""
+        return self.attended.cpu()
+
+    def nbytes(self) -> dict[str, int]:
+        own = [getattr(self, name) for name in PER_ROW]
+        own += [self.zoomed, self.asked, self.requested]
+        tiers = {"device": 0, "host": 0, "disk": 0} if self.store is None else self.store.nbytes
+        tiers["device"] += storage_bytes(*own) + self.exact.nbytes + self.routing.nbytes
+        return tiers
+
+    def crop(self, tokens: int) -> None:
+        self.exact.crop(tokens)
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Rows that descend from one prompt share its factors, on the host and on the device."""
+        for name in PER_ROW:
+            setattr(self, name, getattr(self, name).index_select(0, rows))
+        self.room = [self.room[row] for row in rows.tolist()]
+        self.exact.select_rows(rows)
+        self.routing.select_rows(rows)
+
+    def details(self) -> dict[str, Any]:
+        """`zoom_in`: share of the spans that each query head made its KV head expand, over all
+        queries so far. `spans`: of each row."""
+        asked = max(int(self.asked), 1)
+        return {
+            "zoom_in": (self.zoomed / asked).tolist(),
+            "spans": self.stride.flatten().tolist(),
+        }
+
+    def traffic(self) -> dict[str, int]:
+        """Hits and misses in tokens of expanded spans."""
+        if self.store is None:
+            return super().traffic()
+        missed = self.store.missed_tokens
+        return {
+            "bytes_moved": self.store.bytes_moved,
+            "hits": max(int(self.requested) - missed, 0),
+            "misses": missed,
+        }
+
+
+# Tensors of `SpanMemory` with a row per row of the batch.
+PER_ROW = (
+    "keys", "values", "summaries", "sizes", "log_size", "cost", "bias", "first", "stride",
+    "resident", "attended",
+)  # fmt: skip
+
+
+def _padded(rows: Sequence[Tensor]) -> Tensor:
+    """Rows [H, S_b, D] as one tensor [B, H, S, D], the shorter ones filled up with zeros."""
+    longest = max(row.shape[1] for row in rows)
+    whole = rows[0].new_zeros(len(rows), rows[0].shape[0], longest, rows[0].shape[2])
+    for row, own in zip(whole, rows, strict=True):
+        row[:, : own.shape[1]] = own
+    return whole

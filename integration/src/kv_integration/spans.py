@@ -1,0 +1,184 @@
+"""SeKV's memory of a prompt: which tokens stay as they are, and the spans of the others."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kv_integration.budget import split_window
+from kv_offload import storage_bytes
+from kv_segment import by_surprisal, fixed
+
+Mask = NDArray[np.bool_]
+Offsets = NDArray[np.int64]
+LEAST_WEIGHT = 1e-6  # nats: a span of certain tokens has a mean, too
+
+
+@dataclass(frozen=True)
+class Spans:
+    """One row's prompt. Positions ascend.
+
+    exact: int64[A], tokens kept as they are: sinks, anchors, short spans, window. tokens:
+    int64[N], all others. offsets: int64[S + 1], the spans over `tokens`. weights: float32[N], of
+    each token in its span's means. room: entries that a step has left for expanded tokens.
+    """
+
+    exact: Tensor
+    tokens: Tensor
+    offsets: Tensor
+    weights: Tensor
+    room: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that exist."""
+        return storage_bytes(self.exact, self.tokens, self.offsets, self.weights)
+
+
+@dataclass(frozen=True)
+class Segmentation:
+    """How a prompt is cut; `SeKV` says what each option means."""
+
+    window: int
+    sinks: int
+    alpha: float
+    min_length: int
+    max_length: int | None
+    kind: Literal["surprisal", "fixed"]
+    chunk_size: int
+    anchors: bool
+    weights: Literal["surprisal", "uniform"]
+    fit: bool
+
+    def check(self, tokens: int, granted: int) -> None:
+        """Raise if `granted` entries cannot hold what is attended even without any anchor.
+
+        Raises:
+            ValueError: with the least budget that a prompt of so many tokens needs.
+        """
+        if tokens > granted:
+            self._refuse(np.zeros(tokens, dtype=np.bool_), granted)
+
+    def spans(self, surprisal: Tensor, granted: int) -> Spans:
+        """Cut a prompt of surprisal float32[T] for steps of `granted` entries.
+
+        Raises:
+            ValueError: what is always attended is more than `granted`; with the least budget.
+        """
+        h = surprisal.cpu().numpy()
+        tokens, device = len(h), surprisal.device
+        if tokens <= granted:
+            every, none = np.arange(tokens), np.empty(0, dtype=np.int64)
+            return _as_spans(every, none, np.zeros(1, dtype=np.int64), h, 0, device)
+        body, limit = self._body(tokens, granted)
+        boundaries = by_surprisal(h, self.alpha, 1)[1]
+        if self.fit and self.kind == "surprisal":
+            boundaries[body] = self._fitted(h[body], boundaries[body], limit - limit // 2)
+        self._refuse(boundaries, granted)
+        offsets, kept = self._cut(boundaries[body])
+        lengths = np.diff(offsets)
+        exact = np.ones(tokens, dtype=np.bool_)
+        exact[body] = np.repeat(kept, lengths)
+        own = np.concatenate([[0], lengths[~kept].cumsum()])
+        weights = h if self.weights == "surprisal" else np.ones_like(h)
+        places = np.flatnonzero(exact), np.flatnonzero(~exact)
+        return _as_spans(*places, own, weights, limit - _resident(offsets, kept), device)
+
+    def _body(self, tokens: int, granted: int) -> tuple[slice, int]:
+        """The tokens between sinks and window, and the entries that are left for them."""
+        window, rest = split_window(granted, self.window)
+        sinks = min(self.sinks, rest)
+        return slice(sinks, tokens - window), granted - window - sinks
+
+    def _fitted(self, h: NDArray[np.float32], boundaries: Mask, limit: int) -> Mask:
+        """The boundaries, or as many of the most surprising ones as leave `limit` entries: alpha
+        rises from one token's surprisal to the next one's."""
+        order = np.argsort(-h, kind="stable")
+        low, high = 0, int(boundaries.sum())
+
+        def first(count: int) -> Mask:
+            mask = np.zeros(len(h), dtype=np.bool_)
+            mask[order[:count]] = True
+            return mask
+
+        if _resident(*self._cut(boundaries)) <= limit:
+            return boundaries
+        while low + 1 < high:
+            middle = (low + high) // 2
+            if _resident(*self._cut(first(middle))) <= limit:
+                low = middle
+            else:
+                high = middle
+        return first(low)
+
+    def _cut(self, boundaries: Mask) -> tuple[Offsets, Mask]:
+        """Segments of the tokens between sinks and window, and which of them are kept as they are.
+
+        Returns offsets int64[K + 1] and bool[K].
+        """
+        count = len(boundaries)
+        if self.kind == "fixed":
+            offsets, kept = fixed(count, self.chunk_size), np.zeros(count, dtype=np.bool_)
+        else:
+            kept = boundaries if self.anchors else np.zeros(count, dtype=np.bool_)
+            starts = boundaries.copy()
+            if self.anchors:  # a span begins after an anchor
+                starts[1:] |= boundaries[:-1]
+            starts[:1] = True
+            offsets = np.append(np.flatnonzero(starts), count)
+        lengths = np.diff(offsets)
+        short = lengths < (self.min_length if len(lengths) > 1 else 0)
+        exact = kept[offsets[:-1]] | short
+        if self.max_length is None:
+            return offsets, exact
+        parts = np.where(exact, 1, -(-lengths // self.max_length))
+        owner = np.repeat(np.arange(len(parts)), parts)
+        place = np.arange(len(owner)) - np.repeat(parts.cumsum() - parts, parts)
+        starts = offsets[owner] + place * lengths[owner] // parts[owner]
+        return np.append(starts, count), exact[owner]
+
+    def _least(self, boundaries: Mask, granted: int) -> int:
+        """Entries that are always attended with these boundaries [T]."""
+        body, limit = self._body(len(boundaries), granted)
+        return granted - limit + _resident(*self._cut(boundaries[body]))
+
+    def _refuse(self, boundaries: Mask, granted: int) -> None:
+        least = self._least(boundaries, granted)
+        if least <= granted:
+            return
+        # The window is at most half of a budget, so that it may grow with it.
+        tokens = len(boundaries)
+        wanted = bisect_left(
+            range(tokens), True, granted, key=lambda b: self._least(boundaries, b) <= b
+        )
+        raise ValueError(
+            f"budget grants {granted} entries of this prompt of {tokens} tokens, but {least} are "
+            "always attended (sinks, anchors, short spans, window and one entry per span): SeKV "
+            f"needs a budget of at least {wanted} here, or a smaller window, or longer spans"
+        )
+
+
+def _resident(offsets: Offsets, kept: Mask) -> int:
+    """Entries that are always attended: tokens that are kept, and one per span."""
+    return int(np.diff(offsets)[kept].sum() + (~kept).sum())
+
+
+def _as_spans(
+    exact: Offsets,
+    tokens: Offsets,
+    offsets: Offsets,
+    weights: NDArray[np.float32],
+    room: int,
+    device: torch.device,
+) -> Spans:
+    def tensor(x: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(x)).to(device)
+
+    own = np.maximum(weights[tokens], np.float32(LEAST_WEIGHT))
+    return Spans(tensor(exact), tensor(tokens), tensor(offsets), tensor(own), room)
