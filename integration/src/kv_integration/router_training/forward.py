@@ -28,7 +28,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kv_integration.attach import NOT_HONOURED, PREFIX, check_supported
-from kv_score import surprisal
+from kv_integration.surprise import LMHead
 
 
 class Call(NamedTuple):
@@ -80,7 +80,14 @@ def taken_over(model: PreTrainedModel) -> Iterator[None]:
 
 @torch.no_grad()
 def record(model: PreTrainedModel, ids: Tensor) -> Recording:
-    """Run a text, int64[T], through the model; no logits are held but a slice at a time."""
+    """Run a text, int64[T], through the model; no logits are held but a slice at a time.
+
+    Raises:
+        ValueError: the model has no LM head.
+    """
+    head = LMHead.of(model)
+    if head is None:
+        raise ValueError(f"{type(model).__name__} has no LM head, so its texts have no surprisal")
     layers = DynamicCache(config=model.config).layers
     full = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
     recording = Recording(ids, {index: number for number, index in enumerate(full)})
@@ -89,8 +96,8 @@ def record(model: PreTrainedModel, ids: Tensor) -> Recording:
         hidden = model.get_decoder()(input_ids=ids[None], use_cache=False).last_hidden_state
     finally:
         _recording.reset(token)
-    weight = model.get_output_embeddings().weight
-    recording.surprisal = surprisal(hidden.to(weight.dtype), weight, ids[None])[0]
+    every = torch.ones_like(ids, dtype=torch.bool)[None]
+    recording.surprisal = head.surprisal(hidden, ids[None], every)[0]
     return recording
 
 

@@ -165,9 +165,8 @@ def drawn_losses(
         if losses is not None:
             return losses
     raise TextTooShortError(
-        f"{TRIES} windows of {length} tokens held no span of min_length {settings.min_length} "
-        f"before the last {settings.window} tokens: the texts are too short to train on, or "
-        "window or min_length too large for them"
+        f"{TRIES} windows of {length} tokens held no span of at least {settings.min_length} tokens "
+        "before the local window: the texts are too short to train on, or min_length too large"
     )
 
 
@@ -218,13 +217,7 @@ def make_optimizer(router: Router, settings: Training) -> torch.optim.AdamW:
 
 
 def check_lengths(model: PreTrainedModel, settings: Training) -> None:
-    """Raise ValueError unless windows fit into the model's positions and hold a span to compress."""
-    least = settings.window + settings.min_length
-    if settings.lengths[0] <= least:
-        raise ValueError(
-            f"lengths must be above window + min_length = {least} tokens, got "
-            f"{settings.lengths[0]}"
-        )
+    """Raise ValueError unless windows fit into the model's positions."""
     config = model.config.get_text_config(decoder=True)
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and settings.lengths[-1] > positions:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
+from kv_integration.spans import Segmentation
+
 
 @dataclass(frozen=True)
 class Training:
@@ -21,11 +23,12 @@ class Training:
         validate_every, patience: steps between validations on held-out texts, and how many may pass
             without a better one before training stops. The paper stops early without saying when.
 
-    Spans:
-        alpha: of the surprisal threshold. With several, each window draws one.
-        min_length: L_min. window: w.
+    Spans, cut as `SeKV` cuts them, with its defaults:
+        alpha, min_length, max_length, window, sinks: as there.
+        budgets: each window draws one of these shares. As in `SeKV`, alpha rises until the exact
+            tokens fit, and w is at most half of it: the router meets the spans that it will route.
         absorbed: share of windows whose anchors join the span after them, so that the router also
-            learns to find what SeKV otherwise keeps exactly.
+            learns to find what is otherwise kept exactly.
         routing_dim, max_rank: d' and R_max; None: 32, or the head dimension where it is smaller.
 
     Objective:
@@ -50,9 +53,12 @@ class Training:
     validate_every: int = 100
     patience: int = 5
 
-    alpha: tuple[float, ...] = (1.0,)
+    alpha: float = 1.0
     min_length: int = 16
+    max_length: int | None = 64
     window: int = 512
+    sinks: int = 4
+    budgets: tuple[float, ...] = (0.05, 0.1, 0.15, 0.2)
     absorbed: float = 0.0
     routing_dim: int | None = None
     max_rank: int | None = None
@@ -82,8 +88,23 @@ class Training:
                 raise ValueError(f"{name} must be finite and not negative, got {value}")
         if not self.lengths or list(self.lengths) != sorted(self.lengths) or self.lengths[0] < 2:
             raise ValueError(f"lengths must rise from at least 2, got {list(self.lengths)}")
-        if not self.alpha or not all(math.isfinite(alpha) for alpha in self.alpha):
-            raise ValueError(f"alpha must be one or more finite numbers, got {list(self.alpha)}")
+        if not self.budgets or not all(0 < budget < 1 for budget in self.budgets):
+            raise ValueError(f"budgets must be shares between 0 and 1, got {list(self.budgets)}")
+
+    def segmentation(self, *, anchors: bool) -> Segmentation:
+        """How a window is cut, as `SeKV` does."""
+        return Segmentation(
+            window=self.window,
+            sinks=self.sinks,
+            alpha=self.alpha,
+            min_length=self.min_length,
+            max_length=self.max_length,
+            kind="surprisal",
+            chunk_size=self.min_length,
+            anchors=anchors,
+            weights="surprisal",
+            fit=True,
+        )
 
     def length(self, step: int) -> int:
         """Tokens of a window at `step`."""
@@ -110,5 +131,5 @@ class Training:
 COUNTS = ("steps", "batch", "checkpoint_every", "validate_every", "patience", "min_length")
 COUNTS += ("window", "candidates", "mined")
 SHARES = ("warmup", "absorbed", "far_mass", "coverage")
-NOT_NEGATIVE = ("learning_rate", "weight_decay", "clip", "random", "positive_weight")
+NOT_NEGATIVE = ("learning_rate", "alpha", "sinks", "weight_decay", "clip", "random", "positive_weight")
 NOT_NEGATIVE += ("zoom_weight", "recon_weight", "budget_weight", "rank_cost")

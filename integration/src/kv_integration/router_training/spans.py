@@ -1,55 +1,66 @@
-"""A text's spans, and what a layer holds of them: SeKV's sections 3.1 and 3.2, as constants."""
+"""A text's spans as SeKV cuts them, and what a layer holds of them, as constants."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from kv_integration.spans import Spans
 from kv_lowrank import SpanFactors, span_svd
 from kv_score import segment_mean
-from kv_segment import by_surprisal
 
 BLOCK = 32  # tokens of a span that are rebuilt at a time
 
 
 @dataclass(frozen=True)
 class TextSpans:
-    """Spans of T tokens; S of the segments are spans, the others are runs of anchors.
+    """The S spans of T tokens, for queries anywhere in the text.
 
-    offsets: int64[segments + 1]. spans: int64[S], which segments they are. start, stop: int64[S].
-    span_of: int64[T], -1 for anchors. weights: float32[T], surprisal (Eq. 2 divides by its sum).
-    slots: int64[N, BLOCK], the spans' tokens in blocks that no two spans share, -1 where a block is
-    not full; slot_span: int64[N].
+    spans: `tokens` int64[M] are those in spans, `offsets` int64[S + 1] cuts them. stop: int64[S],
+    position after each span's last token. span_of: int64[T], -1 for tokens in none. slots:
+    int64[N, BLOCK], places in `tokens` in blocks that no two spans share, -1 where a block is not
+    full; slot_span: int64[N], the span of each.
     """
 
-    offsets: Tensor
-    spans: Tensor
-    start: Tensor
+    spans: Spans
     stop: Tensor
     span_of: Tensor
-    weights: Tensor
     slots: Tensor
     slot_span: Tensor
+
+    @classmethod
+    def of(cls, spans: Spans, tokens: int) -> TextSpans:
+        """The spans of a text of so many tokens."""
+        device = spans.tokens.device
+        start, end = spans.offsets[:-1], spans.offsets[1:]
+        number = torch.arange(len(start), device=device)
+        span_of = torch.full((tokens,), -1, device=device)
+        span_of[spans.tokens] = torch.repeat_interleave(number, end - start)
+        blocks = (end - start + BLOCK - 1) // BLOCK
+        slot_span = torch.repeat_interleave(number, blocks)
+        place = torch.arange(len(slot_span), device=device)
+        place = (place - (blocks.cumsum(0) - blocks)[slot_span]) * BLOCK
+        slots = (start[slot_span] + place)[:, None] + torch.arange(BLOCK, device=device)
+        slots = slots.masked_fill(slots >= end[slot_span, None], -1)
+        return cls(spans, spans.tokens[end - 1] + 1, span_of, slots, slot_span)
 
     @property
     def count(self) -> int:
         """S."""
-        return len(self.spans)
+        return len(self.stop)
 
     @property
     def log_size(self) -> Tensor:
         """float32[S], log |S|."""
-        return (self.stop - self.start).float().log()
+        return self.spans.offsets.diff().float().log()
 
     def compressed(self, rows: Tensor, window: int) -> Tensor:
         """bool[N, S]: spans that have wholly left the last `window` tokens of a row.
 
-        A span is compressed once its last token is `window` or more before the row; until then its
-        tokens are exact.
+        Until its last token is `window` or more before the row, a span's tokens are exact.
         """
         return self.stop <= rows[:, None] - window + 1
 
@@ -61,10 +72,10 @@ class TextSpans:
 
 
 class LayerSpans(NamedTuple):
-    """A layer's memory of the spans; all constants, float32.
+    """A layer's memory of the spans; constants, float32.
 
-    mean_keys, mean_values: [H_kv, S, D], weighted by surprisal. keys, values: their factors over
-    all segments, rows without a batch being the first of one.
+    mean_keys, mean_values: [H_kv, S, D], weighted by surprisal. keys, values: factors of a batch of
+    one.
     """
 
     mean_keys: Tensor
@@ -73,52 +84,13 @@ class LayerSpans(NamedTuple):
     values: SpanFactors
 
 
-def find_spans(
-    surprisal: Tensor, *, alpha: float, min_length: int, absorbed: bool = False
-) -> TextSpans:
-    """Segments of a text by its surprisal, float32[T].
-
-    `absorbed`: anchors belong to the span that follows them (the last ones to the span before), so
-    that all tokens are in spans.
-    """
-    offsets, anchors = by_surprisal(
-        surprisal.float().cpu().numpy(), alpha=alpha, min_length=min_length
-    )
-    is_span = ~anchors[offsets[:-1]]
-    if absorbed and is_span.any():
-        first_of_run = np.flatnonzero(~is_span & np.append(is_span[1:], False))
-        keep = np.union1d([0], offsets[first_of_run])
-        offsets = np.append(keep, offsets[-1])
-        is_span = np.ones(len(keep), dtype=bool)
-    device = surprisal.device
-    offsets = torch.from_numpy(offsets).to(device)
-    spans = torch.from_numpy(np.flatnonzero(is_span)).to(device)
-    start, stop = offsets[spans], offsets[spans + 1]
-    span_of = torch.full((len(surprisal),), -1, device=device)
-    lengths = stop - start
-    member = torch.repeat_interleave(torch.arange(len(spans), device=device), lengths)
-    token = torch.arange(int(lengths.sum()), device=device)
-    within = token - (lengths.cumsum(0) - lengths)[member]
-    span_of[start[member] + within] = member
-    blocks = (lengths + BLOCK - 1) // BLOCK
-    slot_span = torch.repeat_interleave(torch.arange(len(spans), device=device), blocks)
-    first = torch.arange(len(slot_span), device=device) - (blocks.cumsum(0) - blocks)[slot_span]
-    slots = start[slot_span, None] + first[:, None] * BLOCK + torch.arange(BLOCK, device=device)
-    slots = slots.masked_fill(slots >= stop[slot_span, None], -1)
-    # A span without any surprise (the text's first token alone) is averaged evenly.
-    weights = surprisal.float().clamp_min(torch.finfo(torch.float32).tiny)
-    return TextSpans(offsets, spans, start, stop, span_of, weights, slots, slot_span)
-
-
 @torch.no_grad()
 def layer_spans(keys: Tensor, values: Tensor, text: TextSpans, max_rank: int) -> LayerSpans:
     """What a layer holds of its keys and values [H_kv, T, D]: Eqs. 3 and 6, without gates."""
-    weights = text.weights[None, None]
-    means, factors = [], []
-    for x in (keys[None].float(), values[None].float()):
-        means.append(segment_mean(x, text.offsets, weights)[0][:, text.spans])
-        factors.append(span_svd(x, text.offsets, max_rank))
-    return LayerSpans(*means, *factors)
+    spans = text.spans
+    inside = [x[None, :, spans.tokens].float() for x in (keys, values)]
+    means = [segment_mean(x, spans.offsets, spans.weights[None, None])[0] for x in inside]
+    return LayerSpans(*means, *(span_svd(x, spans.offsets, max_rank) for x in inside))
 
 
 def rebuild(factors: SpanFactors, gates: Tensor, text: TextSpans) -> Tensor:
@@ -126,8 +98,7 @@ def rebuild(factors: SpanFactors, gates: Tensor, text: TextSpans) -> Tensor:
 
     gates: [H_kv, S, R]; gradients reach them. Empty slots hold 0.
     """
-    sigma, right = factors.sigma[0][:, text.spans], factors.right[0][:, text.spans]
-    scaled = (gates * sigma)[..., None] * right  # [H_kv, S, R, D]
+    scaled = (gates * factors.sigma[0])[..., None] * factors.right[0]  # [H_kv, S, R, D]
     left = factors.left[0][:, text.slots.clamp_min(0)]  # [H_kv, N, BLOCK, R]
     left = left.masked_fill((text.slots < 0)[..., None], 0.0)
     return (left @ scaled[:, text.slot_span]).flatten(1, 2)

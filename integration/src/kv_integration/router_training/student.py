@@ -107,12 +107,12 @@ def route(
     summaries = router.summaries(number, memory.mean_keys)
     logits = router.logits(number, query, summaries, text.log_size)
     zoom = straight_through(logits.sigmoid(), router.thresholds[number][:, None, None])
-    sigma = tuple(factors.sigma[0][:, text.spans] for factors in (memory.keys, memory.values))
+    sigma = memory.keys.sigma[0], memory.values.sigma[0]
     gates = (
         router.gates(number, sigma[0], summaries, "key"),
         router.gates(number, sigma[1], summaries, "value"),
     )
-    return Routed(logits, zoom, gates, (sigma[0], sigma[1]))
+    return Routed(logits, zoom, gates, sigma)
 
 
 def straight_through(relevance: Tensor, threshold: Tensor) -> Tensor:

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kv_integration.budget import budget_entries, split_window
 from kv_integration.router import Router
 from kv_integration.router_training.forward import Recording, record, rerun
 from kv_integration.router_training.losses import Losses, objective
 from kv_integration.router_training.settings import Training
-from kv_integration.router_training.spans import TextSpans, find_spans, layer_spans
+from kv_integration.router_training.spans import LayerSpans, TextSpans, layer_spans
 from kv_integration.router_training.student import MixedRows
 from kv_integration.router_training.teacher import ExactRows, coverage_target, mine
 
@@ -31,16 +32,14 @@ def window_losses(
     """
     with torch.autocast(ids.device.type, torch.bfloat16):
         recording = record(model, ids)
-        text = find_spans(
-            recording.surprisal,
-            alpha=float(rng.choice(settings.alpha)),
-            min_length=settings.min_length,
-            absorbed=bool(rng.random() < settings.absorbed),
-        )
-        rows = candidate_rows(text, len(ids), settings, rng)
+        granted = budget_entries(float(rng.choice(settings.budgets)), len(ids))
+        anchors = bool(rng.random() >= settings.absorbed)
+        spans = settings.segmentation(anchors=anchors).spans(recording.surprisal, granted)
+        text, window = TextSpans.of(spans, len(ids)), split_window(granted, settings.window)[0]
+        rows = candidate_rows(text, len(ids), window, settings.candidates, rng)
         if not len(rows):
             return None
-        compressed = text.compressed(rows, settings.window)
+        compressed = text.compressed(rows, window)
         with torch.no_grad():
             teacher = ExactRows(recording, rows, text)
             logits = rerun(model, recording, rows, teacher)
@@ -54,26 +53,22 @@ def window_losses(
         used = compressed & (far >= settings.far_mass)
         used[:, :, len(mined) :] = False
 
-        student = MixedRows(
-            router, recording, rows, text, memory(recording, text, router), settings.window
-        )
+        layers = memory(recording, text, router)
+        student = MixedRows(router, recording, rows, text, layers, window)
         answer = rerun(model, recording, rows, student)
     target = coverage_target(masses, compressed, settings.coverage)
     return objective(logits, answer, student.routed, target, used, compressed, settings)
 
 
 def candidate_rows(
-    text: TextSpans, tokens: int, settings: Training, rng: np.random.Generator
+    text: TextSpans, tokens: int, window: int, count: int, rng: np.random.Generator
 ) -> Tensor:
-    """Positions drawn from those with a compressed span, ascending."""
-    if not text.count:
-        return text.start
-    first = int(text.stop[0]) + settings.window - 1
-    if first >= tokens:
-        return text.start[:0]
-    count = min(settings.candidates, tokens - first)
-    drawn = np.sort(rng.choice(np.arange(first, tokens), size=count, replace=False))
-    return torch.from_numpy(drawn).to(text.start.device)
+    """At most `count` positions drawn from those with a compressed span, ascending."""
+    if not text.count or int(text.stop[0]) + window > tokens:
+        return text.stop[:0]
+    able = np.arange(int(text.stop[0]) + window - 1, tokens)
+    drawn = np.sort(rng.choice(able, size=min(count, len(able)), replace=False))
+    return torch.from_numpy(drawn).to(text.stop.device)
 
 
 def others(rows: int, mined: Tensor, count: int, rng: np.random.Generator) -> Tensor:
@@ -83,7 +78,7 @@ def others(rows: int, mined: Tensor, count: int, rng: np.random.Generator) -> Te
     return torch.from_numpy(drawn).to(mined.device)
 
 
-def memory(recording: Recording, text: TextSpans, router: Router) -> list:
+def memory(recording: Recording, text: TextSpans, router: Router) -> list[LayerSpans]:
     """What each layer with full attention holds of the spans."""
     return [
         layer_spans(recording.keys[layer], recording.values[layer], text, router.max_rank)
