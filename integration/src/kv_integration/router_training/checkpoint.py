@@ -74,7 +74,9 @@ def restore(path: Path, run: Run, *, fingerprint: str, recipe: dict[str, Any]) -
             moments = {m: f"{m}.{name}" for m in MOMENTS if f"{m}.{name}" in file.tensors}
             # AdamW counts its steps on the CPU.
             run.optimizer.state[parameter] = {
-                moment: file.tensors[key].clone().to("cpu" if moment == "step" else parameter.device)
+                moment: file.tensors[key]
+                .clone()
+                .to("cpu" if moment == "step" else parameter.device)
                 for moment, key in moments.items()
             }
     best = {n: t.clone() for n, t in file.tensors.items() if n.startswith("best.")}

@@ -103,14 +103,14 @@ def record(model: PreTrainedModel, ids: Tensor) -> Recording:
 
 def rerun(model: PreTrainedModel, recording: Recording, rows: Tensor, attend: Attend) -> Tensor:
     """Logits float32[N, V] at positions `rows` int64[N], with `attend` in place of attention."""
+    # The last position comes along: RoPE that depends on the length must rotate as it did before.
+    every = torch.cat((rows, rows.new_tensor([len(recording.ids) - 1])))[None]
     token = _rows.set(attend)
     try:
-        out = model(
-            input_ids=recording.ids[rows][None], position_ids=rows[None], use_cache=False
-        )
+        out = model(input_ids=recording.ids[every], position_ids=every, use_cache=False)
     finally:
         _rows.reset(token)
-    return out.logits[0].float()
+    return out.logits[0, :-1].float()
 
 
 def _register(original: str) -> str:
@@ -133,9 +133,10 @@ def _register(original: str) -> str:
                 if options.get(option) is not None:
                     raise ValueError(f"{type(module).__name__} asks its attention for {option!r}")
             scale = options.get("scaling") or query.shape[-1] ** -0.5
-            call = Call(number, query, key, value, scale, options.get("sliding_window"))
+            rows = (x[:, :, :-1] for x in (query, key, value))  # without the one for RoPE
+            call = Call(number, *rows, scale, options.get("sliding_window"))
             with torch.autocast(query.device.type, enabled=False):
-                out = attend(call)
+                out = nn.functional.pad(attend(call), (0, 0, 0, 1))
             return out.to(query.dtype).transpose(1, 2), None
         if recording is not None:
             recording.keys[number], recording.values[number] = key[0], value[0]

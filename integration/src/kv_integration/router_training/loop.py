@@ -222,8 +222,7 @@ def check_lengths(model: PreTrainedModel, settings: Training) -> None:
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and settings.lengths[-1] > positions:
         raise ValueError(
-            f"lengths must be within the model's {positions} positions, got "
-            f"{settings.lengths[-1]}"
+            f"lengths must be within the model's {positions} positions, got {settings.lengths[-1]}"
         )
 
 

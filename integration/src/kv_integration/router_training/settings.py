@@ -131,5 +131,13 @@ class Training:
 COUNTS = ("steps", "batch", "checkpoint_every", "validate_every", "patience", "min_length")
 COUNTS += ("window", "candidates", "mined")
 SHARES = ("warmup", "absorbed", "far_mass", "coverage")
-NOT_NEGATIVE = ("learning_rate", "alpha", "sinks", "weight_decay", "clip", "random", "positive_weight")
+NOT_NEGATIVE = (
+    "learning_rate",
+    "alpha",
+    "sinks",
+    "weight_decay",
+    "clip",
+    "random",
+    "positive_weight",
+)
 NOT_NEGATIVE += ("zoom_weight", "recon_weight", "budget_weight", "rank_cost")

@@ -21,7 +21,7 @@ class Texts:
     """Token ids of the texts to train on, and windows of them.
 
     Args:
-        tokenizer: the model's. Special tokens are encoded where the texts spell them, none is added.
+        tokenizer: the model's. Special tokens are encoded where texts spell them; none is added.
         texts: each a document of its own. A window comes from a text that is at least as long.
 
     Raises:
