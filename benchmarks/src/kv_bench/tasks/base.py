@@ -33,7 +33,10 @@ class Sample:
             the parts of the answer.
         answer_prefix: what the model's answer starts with, given after each question; "" for none.
         max_new_tokens: tokens to generate per question.
-        stop: texts which end the answer where they first occur (few-shot prompts).
+        stop: texts which end the answer where they first occur (few-shot prompts); `score` cuts
+            there too.
+        chat: whether the prompt is put into the model's chat template. Some benchmarks do not for
+            few-shot prompts.
         extra: what else is known of the sample: classes, depth, length, language, ...
     """
 
@@ -44,6 +47,7 @@ class Sample:
     answer_prefix: str = ""
     max_new_tokens: int = 32
     stop: tuple[str, ...] = ()
+    chat: bool = True
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -127,9 +131,29 @@ class Task(ABC):
             MissingData: the data are not there; the text says where to get them and their schema.
         """
 
-    @abstractmethod
     def score(self, predictions: Sequence[str], sample: Sample) -> float:
-        """Mean over the sample's questions, in [0, 1]; one prediction per question."""
+        """Mean score of the sample's answers, in [0, 1].
+
+        Args:
+            predictions: one text per question, without the answer's prefix.
+
+        Raises:
+            ValueError: another number of texts.
+        """
+        if isinstance(predictions, str) or len(predictions) != len(sample.questions):
+            raise ValueError(
+                f"predictions must be one text per question of sample {sample.id}: "
+                f"{len(sample.questions)} wanted, got {predictions!r:.60}"
+            )
+        scores = [
+            self.score_answer(cut(prediction, sample.stop), right, sample)
+            for prediction, right in zip(predictions, sample.answers, strict=True)
+        ]
+        return sum(scores) / len(scores)
+
+    @abstractmethod
+    def score_answer(self, prediction: str, right: Sequence[str], sample: Sample) -> float:
+        """Score of one answer, in [0, 1]."""
 
 
 class PerplexityTask(ABC):
@@ -165,10 +189,7 @@ def check_counts(length: int | None, count: int | None) -> None:
             raise ValueError(f"{name} must be at least 1, got {value}")
 
 
-def check_predictions(predictions: Sequence[str], sample: Sample) -> None:
-    """Raise unless there is one prediction per question."""
-    if isinstance(predictions, str) or len(predictions) != len(sample.questions):
-        raise ValueError(
-            f"predictions must be one text per question of sample {sample.id}: "
-            f"{len(sample.questions)} wanted, got {predictions!r:.60}"
-        )
+def cut(prediction: str, stop: Sequence[str]) -> str:
+    """`prediction` up to the first of the texts `stop`; line breaks that lead it do not count."""
+    text = prediction.lstrip("\n") if "\n" in stop else prediction
+    return min((text.split(end, 1)[0] for end in stop), key=len, default=text)

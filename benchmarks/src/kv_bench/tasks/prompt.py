@@ -32,41 +32,37 @@ class Encoded:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> Encoded:
-    """Token ids of `sample`: the chat template's turns if there is one, else plain text.
+    """Token ids of `sample`: the chat template's turns if there are, else plain text.
 
     Context and question are encoded apart, so that a method which compresses the context alone and
     one which compresses both read the same ids.
     """
-    opening, before, between = turns(tokenizer)
+    chat = sample.chat and tokenizer.chat_template is not None
+    opening, before, between = turns(tokenizer) if chat else ("", "", "\n")
+    after = before + sample.answer_prefix
 
     def ids(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     context = ids(opening + sample.context)
-    if tokenizer.chat_template is None:
+    if not chat:
         context = [*prefix_ids(tokenizer), *context]
     first, *later = sample.questions
-    asked = [ids(first + before + sample.answer_prefix)]
-    asked += [
-        ids(between + question.lstrip() + before + sample.answer_prefix) for question in later
-    ]
+    asked = [ids(first + after), *(ids(between + text.lstrip() + after) for text in later)]
     return Encoded(context, asked)
 
 
 def turns(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str]:
-    """What stands before the user's text, between it and the answer, and between that and the
-    user's next text."""
-    if tokenizer.chat_template is None:
-        return "", "", "\n"
+    """What the chat template puts before the user's text, between it and the answer, and between
+    that and the user's next text."""
 
-    def render(messages: list[dict[str, str]]) -> str:
+    def render(messages: list[dict[str, str]]) -> list[str]:
         options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
-        return str(tokenizer.apply_chat_template(messages, **options))
+        return str(tokenizer.apply_chat_template(messages, **options)).split(MARK)
 
     user, answer = {"role": "user", "content": MARK}, {"role": "assistant", "content": MARK}
-    opening, before = render([user]).split(MARK)
-    between = render([user, answer, user]).split(MARK)[2]
-    return opening, before, between
+    opening, before = render([user])
+    return opening, before, render([user, answer, user])[2]
 
 
 def prefix_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
