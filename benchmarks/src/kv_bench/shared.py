@@ -29,6 +29,14 @@ class Shared(Method):
     def observe(self) -> int:  # type: ignore[override]
         return max(method.observe for method in self.methods)
 
+    @property
+    def name(self) -> str:
+        return self.methods[self.active].name
+
+    @property
+    def budget(self) -> int | float:  # type: ignore[override]
+        return self.methods[self.active].budget
+
     def choose(self, index: int) -> None:
         """The next tokens go to method `index`."""
         self.active = index
@@ -60,6 +68,10 @@ class SharedPlan(Plan):
         for part in self.parts:
             part.select_rows(rows)
 
+    @property
+    def nbytes(self) -> int:
+        return self.parts[self.owner.active].nbytes
+
 
 class SharedState(LayerState):
     """One state per method; None once its tokens were cropped."""
@@ -83,6 +95,9 @@ class SharedState(LayerState):
 
     def nbytes(self) -> dict[str, int]:
         return self._active().nbytes()
+
+    def traffic(self) -> dict[str, int]:
+        return self._active().traffic()
 
     def crop(self, tokens: int) -> None:
         self.states[self.owner.active] = None
