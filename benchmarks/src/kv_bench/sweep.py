@@ -11,7 +11,8 @@ from typing import Any
 import click
 
 from kv_bench import measure
-from kv_bench.niah import count_right, make_prompts, make_variants, parse_contexts, places_of
+from kv_bench.niah import count_right, make_prompts, places_of
+from kv_bench.variants import make_variants, parse_lengths
 from kv_integration import METHODS
 from kv_integration.cli.inputs import check_positions, load_model, settle
 from kv_integration.cli.progress import Steps
@@ -68,7 +69,7 @@ def sweep(
       kv-bench sweep --methods sablock --vary lam=0,0.5,1 --vary window=8,16,32 --threads 1
     """
     variants = make_variants(settings(methods, vary, product=product), budgets)
-    lengths = parse_contexts(contexts)
+    lengths = parse_lengths(contexts)
     for option, value in (("--depths", depths), ("--samples", samples), ("--batch", batch)):
         if value < 1:
             raise ValueError(f"{option} must be at least 1, got {value}")
@@ -105,7 +106,7 @@ def settings(methods: Sequence[str], vary: Sequence[str], *, product: bool) -> l
         ValueError: an option of `vary` that no method has, or a value that it does not take.
     """
     values = [_values(text) for text in vary]
-    specs = parse_specs(methods, known=tuple(METHODS))
+    specs = parse_specs(methods, known=METHODS)
     for option, _ in values:
         if not any(option in options_of(spec.name) for spec in specs):
             known = sorted({name for spec in specs for name in options_of(spec.name)})
@@ -122,7 +123,7 @@ def settings(methods: Sequence[str], vary: Sequence[str], *, product: bool) -> l
         for change in ((), *changes):
             options = ",".join(f"{name}={value}" for name, value in (given | dict(change)).items())
             texts.append(f"{spec.name}({options})")
-    return [str(spec) for spec in parse_specs(texts, known=tuple(METHODS))]
+    return [str(spec) for spec in parse_specs(texts, known=METHODS)]
 
 
 def _values(text: str) -> tuple[str, list[str]]:

@@ -20,7 +20,7 @@ from transformers.utils import logging
 from kv_integration import Method, haystack
 from kv_integration.budget import check_budget
 from kv_integration.cli.spec import DYNAMIC as DYNAMIC
-from kv_integration.cli.spec import KNOWN, parse_spec, parse_specs
+from kv_integration.cli.spec import KNOWN, Known, parse_spec, parse_specs
 from kv_integration.embedded import model_path
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -57,7 +57,7 @@ def parse_budget(text: str) -> int | float:
     return budget
 
 
-def parse_names(texts: Sequence[str], *, known: Sequence[str] = KNOWN) -> list[str]:
+def parse_names(texts: Sequence[str], *, known: Known = KNOWN) -> list[str]:
     """Methods, with options or without, as `str(Spec)` writes them; each once.
 
     Raises:
@@ -66,9 +66,9 @@ def parse_names(texts: Sequence[str], *, known: Sequence[str] = KNOWN) -> list[s
     return [str(spec) for spec in parse_specs(texts, known=known)]
 
 
-def make_method(name: str, budget: int | float) -> Method | None:
+def make_method(name: str, budget: int | float, *, methods: Known = KNOWN) -> Method | None:
     """The method that `name` writes, such as `sablock(lam=0)`; None for transformers' own cache."""
-    return parse_spec(name).make(budget)
+    return parse_spec(name, known=methods).make(budget, methods)
 
 
 def load_model(folder: Path | None, *, dtype: str, device: str) -> Loaded:

@@ -16,7 +16,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from kv_integration import METHODS, Method
 
 DYNAMIC = "dynamic"  # transformers' own cache, for comparison
-KNOWN = (DYNAMIC, *METHODS)
+Known = Mapping[str, type[Method] | None]
+KNOWN: Known = {DYNAMIC: None, **METHODS}
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Spec:
         given = ",".join(f"{name}={_word(value)}" for name, value in self.options.items())
         return f"{self.name}({given})" if given else self.name
 
-    def make(self, budget: int | float) -> Method | None:
+    def make(self, budget: int | float, known: Known = KNOWN) -> Method | None:
         """The method, with `budget` unless it has one of its own or knows none.
 
         None for transformers' own cache.
@@ -38,14 +39,14 @@ class Spec:
         Raises:
             ValueError, TypeError: as the method says of a wrong value.
         """
-        if self.name == DYNAMIC:
+        method = known[self.name]
+        if method is None:
             return None
-        method = METHODS[self.name]
-        given = {"budget": budget} if "budget" in options_of(self.name) else {}
+        given = {"budget": budget} if "budget" in options_of(self.name, known) else {}
         return method(**given | dict(self.options))
 
 
-def parse_specs(texts: Sequence[str], *, known: Sequence[str] = KNOWN) -> list[Spec]:
+def parse_specs(texts: Sequence[str], *, known: Known = KNOWN) -> list[Spec]:
     """Methods with commas between, each once; several texts are read one after the other.
 
     Raises:
@@ -62,19 +63,19 @@ def parse_specs(texts: Sequence[str], *, known: Sequence[str] = KNOWN) -> list[S
     return list(specs.values())
 
 
-def parse_spec(text: str) -> Spec:
+def parse_spec(text: str, *, known: Known = KNOWN) -> Spec:
     """One method with its options; errors as for `parse_specs`."""
-    specs = parse_specs([text])
+    specs = parse_specs([text], known=known)
     if len(specs) > 1:
         raise ValueError(f"wanted one method, got {text!r}")
     return specs[0]
 
 
-def options_of(name: str) -> dict[str, Any]:
+def options_of(name: str, known: Known = KNOWN) -> dict[str, Any]:
     """Options of the method called `name` and their types, in the order of its docstring."""
-    if name == DYNAMIC:
+    method: Any = known[name]
+    if method is None:
         return {}
-    method: Any = METHODS[name]
     hints = get_type_hints(method)
     return {field.name: hints[field.name] for field in fields(method) if field.init}
 
@@ -97,7 +98,7 @@ def _form(text: str) -> str:
     return f"methods must be names such as sablock or sablock(lam=0, max_block=1), got {text!r}"
 
 
-def _spec(node: ast.expr, text: str, known: Sequence[str]) -> Spec:
+def _spec(node: ast.expr, text: str, known: Known) -> Spec:
     called = node.func if isinstance(node, ast.Call) else node
     if not isinstance(called, ast.Name) or (isinstance(node, ast.Call) and node.args):
         raise ValueError(_form(text))
@@ -105,7 +106,7 @@ def _spec(node: ast.expr, text: str, known: Sequence[str]) -> Spec:
     if name not in known:
         raise ValueError(f"unknown method {name!r}; wanted one of {', '.join(known)}")
     given = {}
-    types_of = options_of(name)
+    types_of = options_of(name, known)
     for option in node.keywords if isinstance(node, ast.Call) else []:
         if option.arg is None:  # **
             raise ValueError(_form(text))
