@@ -11,6 +11,7 @@ from kv_bench.memory import memory
 from kv_bench.niah import niah
 from kv_bench.offload import offload
 from kv_bench.policies import policies
+from kv_bench.recompress import recompress
 from kv_bench.score import score
 from kv_bench.segment import segment
 from kv_bench.speed import speed
@@ -31,6 +32,7 @@ for command in (
     memory,
     offload,
     policies,
+    recompress,
     score,
     segment,
     speed,
