@@ -11,11 +11,8 @@ from kv_bench.memory import memory
 from kv_bench.niah import niah
 from kv_bench.offload import offload
 from kv_bench.policies import policies
-<<<<<<< HEAD
-from kv_bench.run import run
-=======
 from kv_bench.recompress import recompress
->>>>>>> six
+from kv_bench.run import run
 from kv_bench.score import score
 from kv_bench.segment import segment
 from kv_bench.speed import speed
