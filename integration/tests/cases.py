@@ -55,6 +55,7 @@ FEW = ("full", "sablock", "semanticache")
 # What is forgotten while tokens are generated cannot come back.
 FORGETS_ON = ("streamingllm", "h2o")
 CANNOT_CROP = ("sentencekv", "h2o")
+CANNOT_SAVE: tuple[str, ...] = ()
 RECOMPRESSES = ("semanticache", "sablock", "snapkv", "pyramidkv", "chunkkv", "cam", "d2o")
 
 assert list(LOSSLESS) == list(SMALL) == list(METHODS)

@@ -10,6 +10,7 @@ that does not lose it. Without one of our caches in the call, all of them pass e
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -25,6 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kv_integration.cache import KVCache
 from kv_integration.layer import CompressedLayer
 from kv_integration.method import Context, Method
+from kv_integration.saved import load
 
 PREFIX = "kv_integration_"
 UNSUPPORTED = {
@@ -78,6 +80,20 @@ class Attached:
             recompress_after=recompress_after,
             owner=self.model,
         )
+
+    def load(self, path: str | os.PathLike[str], method: Method) -> KVCache:
+        """The cache that `KVCache.save` wrote, to go on with; on this model's devices.
+
+        method: with the settings that it was saved with.
+
+        Raises:
+            CacheFileError: the file is foreign, truncated, altered or of a newer format, or of
+                another model, dtype, method or setting (kv-offload's subclasses say which).
+            OSError: the file cannot be read.
+        """
+        cache = self.cache(method)
+        load(cache, path, self.model, method)
+        return cache
 
     def detach(self) -> None:
         """Take everything off the model again; a second call does nothing."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kv_integration.budget import budget_entries
+from kv_integration.storable import storable
 from kv_offload import storage_bytes
 from kv_segment import delimiter_table
 
@@ -43,6 +44,7 @@ class Context:
         return self._tables[texts]
 
 
+@storable
 @dataclass
 class Plan:
     """What all layers share about one prompt: segments and whatever decoding must follow.

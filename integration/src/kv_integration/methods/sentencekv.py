@@ -21,6 +21,7 @@ from kv_integration.eviction import take
 from kv_integration.method import Context, LayerState, Method, Plan, Row
 from kv_integration.observation import Pooling, check_observation, observed_scores
 from kv_integration.segments import segments
+from kv_integration.storable import storable
 from kv_offload import HitCache, TieredStore, storage_bytes
 from kv_policies import top_segments, top_tokens
 from kv_score import segment_mean, segment_scores
@@ -119,6 +120,7 @@ def offsets_of_kept(kept: Tensor, offsets: Tensor) -> Tensor:
     return torch.unique_consecutive(before)
 
 
+@storable
 class SentencePlan(Plan):
     """Sentences of the prompt, and where the sentence that is being generated began.
 
@@ -155,6 +157,7 @@ class SentencePlan(Plan):
         return storage_bytes(*self.offsets, self.table, self.closed, self.fresh, self.weights)
 
 
+@storable
 class SentenceState(LayerState):
     """Sentence means and latest tokens on the device, stored tokens on the host or disk."""
 
