@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kv_integration.budget import budget_entries
 from kv_integration.rope import RopeTables, Rotation
+from kv_integration.storable import storable
 from kv_integration.surprise import LMHead
 from kv_offload import storage_bytes
 from kv_segment import delimiter_table
@@ -50,6 +51,7 @@ class Context:
         return self._tables[texts]
 
 
+@storable
 @dataclass
 class Plan:
     """What all layers share about one prompt: segments and whatever decoding must follow.

@@ -24,6 +24,7 @@ from kv_integration.offloaded import Offloaded
 from kv_integration.retrieval import stack_rows
 from kv_integration.segments import segments
 from kv_integration.sentences import SentencePlan, punkt_sentences, stack_offsets
+from kv_integration.storable import storable
 from kv_offload import storage_bytes
 from kv_policies import fill_segments, top_tokens
 from kv_score import segment_mean, segment_scores
@@ -162,6 +163,7 @@ def by_sentence(stored: Tensor, alpha: Tensor, offsets: Tensor) -> tuple[Tensor,
     return stored.gather(-1, order), torch.nn.functional.pad(counts.cumsum(-1), (1, 0))
 
 
+@storable
 class SentenceState(LayerState):
     """Sentence means and latest tokens on the device, stored tokens on the host or disk."""
 
