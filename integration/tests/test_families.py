@@ -27,9 +27,7 @@ def test_lossless_settings_equal_full_kv(family, tokenizer, method, lengths):
     assert cache.report().tokens_seen == 43  # the model did not go on with a cache of its own
 
 
-@in_families(
-    LOSSLESS, FEW, families=["llama", "mistral-sliding", "gemma3", "gpt-neox", "gpt2"]
-)
+@in_families(LOSSLESS, FEW, families=["llama", "mistral-sliding", "gemma3", "gpt-neox", "gpt2"])
 def test_eager_attention_is_carried_on(family, tokenizer, method):
     model, inputs = build(family), prompt(40, 23)
     model.set_attn_implementation("eager")

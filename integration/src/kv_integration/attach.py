@@ -319,8 +319,6 @@ def _hand_over(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         if isinstance(layer, CompressedLayer):
             more: dict[str, Any] = {"kv_layer": layer}
             if cache.method.rope:
-                more["kv_turn"] = turn_of(
-                    module, args, kwargs, cache, cache.context.rotations
-                )
+                more["kv_turn"] = turn_of(module, args, kwargs, cache, cache.context.rotations)
             return args, {**kwargs, **more}
     return None

@@ -48,9 +48,10 @@ class ShadowKV(Method):
         fp8: store factors, landmarks and offloaded values in float8_e5m2 (A.4).
 
     The tokens at the prompt's end that fill no chunk are exact, too. Where a budget is too small
-    for all of this, the latest tokens get at most half of it (but those that fill no chunk, as far
-    as they fit), and the outlier chunks at most half of the chunks that fit into what is left.
-    Chunks of one token have no outliers: nothing is lost in their mean.
+    for all of this, the window gets at most half of it, and the outlier chunks at most half of the
+    chunks that fit into what is left. Where not one chunk fits, the latest tokens get all of the
+    budget and the others are forgotten. Chunks of one token have no outliers: nothing is lost in
+    their mean.
 
     Tokens that come together, as those of a later turn or of a draft do, share one selection
     (Algorithm 2 sums their scores): assisted decoding need not give the tokens of greedy decoding.
@@ -74,7 +75,7 @@ class ShadowKV(Method):
     def __post_init__(self) -> None:
         check_budget(self.budget)
         if self.sparse is not None:
-            check_budget(self.sparse)
+            check_budget(self.sparse, "sparse")
         for name, least in (("rank", 1), ("chunk", 1), ("outliers", 0), ("window", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -132,14 +133,15 @@ class ShadowKV(Method):
         rest = tokens % self.chunk
         most = max(min(self.window + self.chunk - 1, budget // 2), rest)
         tail = most - (most - rest) % self.chunk
-        exact = min(tail, budget)
+        if budget - tail < self.chunk:
+            return Share(budget, 0, 0, 0)
         chunks = (tokens - tail) // self.chunk
-        fitting = min((budget - exact) // self.chunk, chunks)
+        fitting = min((budget - tail) // self.chunk, chunks)
         outliers = min(self.outliers, fitting // 2) if self.chunk > 1 else 0
         selected = fitting - outliers
         if self.sparse is not None:
             selected = min(selected, budget_entries(self.sparse, tokens) // self.chunk)
-        return Share(tail, exact, chunks, outliers, selected)
+        return Share(tail, chunks, outliers, selected)
 
     def stored(self, x: Tensor) -> Tensor:
         """`x` in the dtype that it is stored in."""
@@ -147,13 +149,11 @@ class ShadowKV(Method):
 
 
 class Share(NamedTuple):
-    """Parts of a prompt: the latest `tail` tokens, and `chunks` chunks before them.
+    """Parts of a prompt: the `exact` latest tokens, and `chunks` chunks before them.
 
-    exact: how many of the tail are attended; all, unless the budget is less than fills no chunk.
     outliers, selected: chunks per KV head kept exactly, and retrieved per step.
     """
 
-    tail: int
     exact: int
     chunks: int
     outliers: int
@@ -185,9 +185,7 @@ class ShadowState(LayerState):
     Entry n of a row's factors is its token n, and chunk c its tokens c * chunk and following.
     """
 
-    def __init__(
-        self, parts: Sequence[ShadowRow], rows: Sequence[Row], method: ShadowKV
-    ) -> None:
+    def __init__(self, parts: Sequence[ShadowRow], rows: Sequence[Row], method: ShadowKV) -> None:
         self.method, self.rope = method, rows[0].rope
         self.chunks = max(part.share.chunks for part in parts)
         rank = max(part.left.shape[2] for part in parts)

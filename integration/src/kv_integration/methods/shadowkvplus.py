@@ -51,7 +51,8 @@ class ShadowPlusState(ShadowState):
     """A ShadowState that grows.
 
     held: tokens of each row that are exact and no outliers. made: chunks of each row that have
-    factors. moves: whether a row's tokens ever get factors.
+    factors. moves: whether a row's tokens ever get factors: those of a row that forgot some would be
+    no chunks in a row.
     """
 
     method: ShadowKVPlus
@@ -64,8 +65,8 @@ class ShadowPlusState(ShadowState):
         self.made = [share.chunks for share in self.shares]
         wanted = method.rank_of(rows[0].keys.shape[1] * rows[0].keys.shape[3])
         self.moves = [
-            share.exact == share.tail and part.left.shape[2] == wanted
-            for share, part in zip(self.shares, parts, strict=True)
+            share.exact + share.chunks * method.chunk == row.tokens and part.left.shape[2] == wanted
+            for share, part, row in zip(self.shares, parts, rows, strict=True)
         ]
 
     def step(
@@ -122,8 +123,10 @@ class ShadowPlusState(ShadowState):
     def _granted(self, row: int) -> int:
         """Chunks that a step retrieves of a row: of the new ones as large a share as before."""
         share = self.shares[row]
-        before = share.chunks - share.outliers
-        return share.selected * (self.made[row] - share.outliers) // max(before, 1)
+        if share.chunks == 0:
+            return self.made[row]
+        before, now = (n - share.outliers for n in (share.chunks, self.made[row]))
+        return share.selected * now // before
 
     def _reserve(self, chunks: int) -> None:
         """Room for so many chunks in every row."""
