@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from kv_integration import FullKV, ShadowKV, ShadowKVPlus, attach
-from kv_integration.rope import Rotation, RopeTables, Turn, rotation_of, spread
+from kv_integration.rope import RopeTables, Rotation, Turn, rotation_of, spread
 from kv_lowrank import unrotate
 
 HALF, GLM = Rotation("half", "half"), Rotation("interleaved", "half")
@@ -85,7 +85,7 @@ def test_a_module_that_stores_nothing_is_refused():
 
 @given(st.data())
 def test_tables_are_those_of_each_rows_own_tokens(data):
-    """Whatever the padding, the parts a prompt comes in, rows that are chosen and tokens cropped."""
+    """Whatever the padding, the parts a prompt comes in, the rows chosen and the tokens cropped."""
     rotation = data.draw(st.sampled_from([HALF, GLM, Rotation("interleaved", "interleaved")]))
     batch, width = data.draw(st.integers(1, 3)), 2 * data.draw(st.integers(1, 3))
     tables, rows = None, [[] for _ in range(batch)]

@@ -1,4 +1,4 @@
-"""ShadowKV and ShadowKV+: against plain loops, over long answers, in bytes, and what they refuse."""
+"""ShadowKV and ShadowKV+: against plain loops, over long answers, in bytes; what they refuse."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kv_integration import ShadowKV, ShadowKVPlus, attach, haystack
 from kv_integration.embedded import model_path
 from kv_integration.method import Plan, Row
-from kv_integration.rope import Rotation, RopeTables, Turn, spread
+from kv_integration.rope import RopeTables, Rotation, Turn, spread
 
 NEAR = 1e-4  # scores nearer than this to each other may be taken in either order
 
@@ -398,7 +398,7 @@ def test_a_rank_above_the_width_of_the_keys_is_refused(tokenizer):
     model = shared("llama")
     with attach(model, tokenizer) as kv:
         generate(model, prompt(40), kv.cache(ShadowKV(rank=32)))
-        with pytest.raises(ValueError, match="rank must be at most the 32 channels .* got 33"):
+        with pytest.raises(ValueError, match=r"rank must be at most the 32 channels .* got 33"):
             generate(model, prompt(40), kv.cache(ShadowKV(rank=33)))
 
 

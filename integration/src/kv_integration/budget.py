@@ -6,9 +6,10 @@ import math
 
 
 def check_budget(budget: int | float, name: str = "budget") -> None:
-    """Raise unless `budget`, an argument called `name`, is a positive number of entries or a share of the prompt in (0, 1].
+    """Raise unless `budget` is a positive number of entries or a share of the prompt in (0, 1].
 
     An `int` counts entries, a `float` is a share, so `1` is one entry and `1.0` the whole prompt.
+    name: of the argument, for the error.
     """
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
         raise TypeError(f"{name} must be an int or a float, got {budget!r}")

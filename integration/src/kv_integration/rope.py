@@ -118,7 +118,8 @@ def rotation_of(
         try:
             module.forward(*(replaced(x) for x in args), **given)
         except _Keys as caught:
-            return caught.args[0].float()  # type: ignore[no-any-return]
+            caught_keys: Tensor = caught.args[0]
+            return caught_keys.float()
         raise ValueError(f"{type(module).__name__} stores no keys in its cache")
 
     def tables(way: Form) -> tuple[Tensor, Tensor]:
@@ -156,8 +157,8 @@ class RopeTables:
     Layers that were given the same tables share them. They are held in the form that belongs to
     `layout`, as `kv_attn_triton.lowrank_attention` reads them, whatever form the model has.
 
-    grows: whether tokens after the prompt are wanted, too. seen: tokens of the batch so far, padding
-    included.
+    grows: whether tokens after the prompt are wanted, too. seen: tokens of the batch so far,
+    padding included.
     """
 
     def __init__(self, turn: Turn, device: torch.device, *, grows: bool) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ class ShadowKV(Method):
     tier: Literal["host", "disk"] = "host"
     fp8: bool = False
 
-    rope = "prompt"
+    rope: ClassVar[Literal["prompt", "all"]] = "prompt"
 
     def __post_init__(self) -> None:
         check_budget(self.budget)

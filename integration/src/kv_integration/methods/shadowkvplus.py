@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class ShadowKVPlus(ShadowKV):
 
     recent: int = 512
 
-    rope = "all"
+    rope: ClassVar[Literal["prompt", "all"]] = "all"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,8 +52,8 @@ class ShadowPlusState(ShadowState):
     """A ShadowState that grows.
 
     held: tokens of each row that are exact and no outliers. made: chunks of each row that have
-    factors. moves: whether a row's tokens ever get factors: those of a row that forgot some would be
-    no chunks in a row.
+    factors. moves: whether a row's tokens ever get factors; where some of the prompt are forgotten,
+    those that are left do not go on from its chunks.
     """
 
     method: ShadowKVPlus
