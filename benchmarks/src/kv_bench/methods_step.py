@@ -9,7 +9,6 @@ for grouped heads, as in `kv-bench decode-step`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ from kv_lowrank import rotate
 
 MIB = 2**20
 LAYERS = 32  # that share the plan and the RoPE tables
-RANK = 128  # of the keys before RoPE
+RANK = 160  # of the keys before RoPE, all heads together: what ShadowKV holds by default
 SHORT = 192  # tokens on which lossless settings are compared with full KV
 SCALE = HEAD_SIZE**-0.5
 CASES = "sentencekv,shadowkv,shadowkvplus"
