@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
-from families import SHAPE, generate, prompt, shared
+from families import SHAPE, build, full_kv, generate, prompt, shared
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -97,7 +99,7 @@ def test_tables_are_those_of_each_rows_own_tokens(data):
             pairs = torch.rand(1 if shared_rows else len(rows), count, width // 2)
             cos, sin = (spread(x, rotation.table) for x in (pairs.cos(), pairs.sin()))
             if tables is None:
-                turn = Turn(0, cos, sin, rotation)
+                turn = Turn(weakref.ref(cos), cos, sin, rotation)
                 tables = RopeTables(turn, torch.device("cpu"), grows=True)
             valid = None
             skip = [0] * len(rows)
@@ -139,6 +141,32 @@ def test_layers_share_one_copy_that_the_report_counts(family, tokenizer, method)
     assert tables.cos.shape == (1, tokens, width)
     assert tables.nbytes >= 2 * tokens * width * 4
     assert report.device_bytes >= sum(x.device_bytes for x in report.layers) + tables.nbytes
+
+
+def test_layers_with_tables_of_their_own_do_not_share(tokenizer):
+    """Tables are made for each layer alone, in memory that the last one left; some are slower."""
+    model = build("llama")
+    rotary = model.model.rotary_emb
+
+    def own(module, args, kwargs):
+        """Tables of this layer alone, the same values as the model's."""
+        kwargs["position_embeddings"] = tuple(x.clone() for x in kwargs["position_embeddings"])
+        return args, kwargs
+
+    def slower(module, args, kwargs):
+        x = kwargs["position_embeddings"][0]
+        place = torch.arange(100)[None, : x.shape[1]] if x.shape[1] > 1 else torch.tensor([[43]])
+        kwargs["position_embeddings"] = rotary(x, place * 0.5)
+        return args, kwargs
+
+    for index, layer in enumerate(model.model.layers):
+        layer.register_forward_pre_hook(slower if index % 2 else own, with_kwargs=True)
+    expected = generate(model, prompt(40), full_kv(model), new=2)[1]
+    with attach(model, tokenizer) as kv:
+        cache = kv.cache(ShadowKV(budget=1.0, window=4))
+        ours = generate(model, prompt(40), cache, new=2)[1]
+        assert len(cache.ropes) == 3
+    torch.testing.assert_close(ours, expected, atol=5e-5, rtol=2e-4)
 
 
 def test_keys_before_rope_are_the_projections(tokenizer, monkeypatch):

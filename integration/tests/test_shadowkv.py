@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -32,7 +33,9 @@ class Layer:
         # neighbours are alike, as in text
         self.keys, self.values = self.states(tokens), self.states(tokens)
         self.rope = RopeTables(
-            Turn(0, *self.tables(0, 1), Rotation(layout, layout)), torch.device("cpu"), grows=True
+            Turn(weakref.ref(self.keys), *self.tables(0, 1), Rotation(layout, layout)),
+            torch.device("cpu"),
+            grows=True,
         )
         if turned:
             self.rope.append(*self.tables(0, tokens), None, batch=1)

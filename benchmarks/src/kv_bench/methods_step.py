@@ -9,6 +9,7 @@ for grouped heads, as in `kv-bench decode-step`.
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from kv_bench.decode_step import DTYPES, WITHIN, Layer, full_kv, nbytes
 from kv_bench.llama_layer import HEAD_SIZE, HEADS, KV_HEADS
 from kv_bench.measure import (
     agree,
+    free_one_block,
     json_option,
     milliseconds,
     publish,
@@ -82,10 +84,10 @@ class Prompt:
     def row(self, method: Method) -> Row:
         rope = None
         if method.rope:
-            turn = Turn(0, self.cos, self.sin, Rotation("half", "half"))
+            turn = Turn(weakref.ref(self.cos), self.cos, self.sin, Rotation("half", "half"))
             rope = RopeTables(turn, self.keys.device, grows=method.rope == "all")
-            tables = (x[:, : self.tokens].clone() for x in (self.cos, self.sin))
-            rope.append(*tables, None, batch=1)
+            cos, sin = (x[:, : self.tokens].clone() for x in (self.cos, self.sin))
+            rope.append(cos, sin, None, batch=1)
         latest = self.queries(max(method.observe, 1))
         return Row(0, latest, self.keys, self.values, SCALE, rope=rope)
 
@@ -103,11 +105,10 @@ class Decoding:
         prompt = self.prompt
         self.query, self.key = prompt.queries(1), prompt.states(self.seen, 1)
         self.value = prompt.randn(1, KV_HEADS, 1, HEAD_SIZE)
-        self.plan.advance(self.prompt.ids[None, self.seen % self.prompt.tokens, None], None)
+        self.plan.advance(prompt.ids[None, self.seen % prompt.tokens, None], None)
         at = slice(self.seen, self.seen + 1)
         if self.row.rope is not None and self.row.rope.grows:
-            tables = self.prompt.cos[:, at], self.prompt.sin[:, at]
-            self.row.rope.append(*tables, None, batch=1)
+            self.row.rope.append(prompt.cos[:, at], prompt.sin[:, at], None, batch=1)
         self.seen += 1
 
     def step(self) -> Tensor:
@@ -143,12 +144,7 @@ def check(name: str, dtype: torch.dtype, seed: int) -> None:
 
 
 def measure(
-    name: str,
-    method: Method,
-    prompt: Prompt,
-    *,
-    rounds: int,
-    prefill: bool,
+    name: str, method: Method, prompt: Prompt, *, rounds: int, prefill: bool
 ) -> dict[str, Any]:
     """One row: bytes, a step beside full KV, and the time that compressing the prompt takes."""
     row, plan = prompt.row(method), prompt.plan(method)
@@ -222,6 +218,7 @@ def methods_step(
     lengths = [int(n) for n in contexts.split(",")]
     granted = None if budget is None else parse_budget(budget)
     set_threads(threads)
+    free_one_block()
     rows: list[dict[str, Any]] = []
     with torch.inference_mode():
         for name in names:

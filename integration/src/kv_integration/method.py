@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -170,7 +170,8 @@ class Method(ABC):
     budget: int | float = 1.0
     recompresses: bool = False  # whether `compress` takes rows that were compressed before
     observe: int = 0  # how many of the prompt's last queries `compress` wants
-    rope: Literal["prompt", "all"] | None = None  # of which tokens it wants cos and sin
+    # of which tokens it wants cos and sin
+    rope: ClassVar[Literal["prompt", "all"] | None] = None
 
     @property
     def name(self) -> str:

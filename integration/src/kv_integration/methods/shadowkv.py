@@ -43,7 +43,8 @@ class ShadowKV(Method):
         outliers: chunks per KV head that their mean stands for worst, kept exactly on the device.
         window: latest tokens kept exactly on the device.
         sparse: entries retrieved per step at the most (the paper's sparse budget), a number or a
-            share of the prompt such as 1 / 64; None for all that the budget leaves.
+            share of the prompt such as 1 / 64, rounded up to whole chunks; None for all that the
+            budget leaves.
         tier: where the values lie, `host` or `disk`.
         fp8: store factors, landmarks and offloaded values in float8_e5m2 (A.4).
 
@@ -140,7 +141,7 @@ class ShadowKV(Method):
         outliers = min(self.outliers, fitting // 2) if self.chunk > 1 else 0
         selected = fitting - outliers
         if self.sparse is not None:
-            selected = min(selected, budget_entries(self.sparse, tokens) // self.chunk)
+            selected = min(selected, -(-budget_entries(self.sparse, tokens) // self.chunk))
         return Share(tail, chunks, outliers, selected)
 
     def stored(self, x: Tensor) -> Tensor:
