@@ -8,6 +8,7 @@ from kv_bench import __version__
 from kv_bench.decode_step import decode_step
 from kv_bench.lowrank import lowrank
 from kv_bench.memory import memory
+from kv_bench.methods_step import methods_step
 from kv_bench.niah import niah
 from kv_bench.offload import offload
 from kv_bench.policies import policies
@@ -32,6 +33,7 @@ for command in (
     decode_step,
     lowrank,
     memory,
+    methods_step,
     offload,
     policies,
     recompress,

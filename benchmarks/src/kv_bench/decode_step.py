@@ -41,6 +41,7 @@ from kv_attn_triton import (
 from kv_bench.llama_layer import HEAD_SIZE, HEADS, KV_HEADS
 from kv_bench.measure import (
     agree,
+    free_one_block,
     json_option,
     milliseconds,
     publish,
@@ -503,10 +504,7 @@ def decode_step(
     if device == "cuda" and not torch.cuda.is_available():
         raise click.UsageError("--device cuda: torch finds no CUDA device")
     set_threads(threads)
-    # glibc hands freed memory back to the system, and a step that gets new pages each time waits
-    # for them, until a block of this size was freed once, as in any process that loads a model
-    block = torch.empty(31 << 20, dtype=torch.uint8)
-    del block
+    free_one_block()
     found = []
     with torch.inference_mode():
         for context in contexts:

@@ -62,6 +62,16 @@ def milliseconds(
     return {name: statistics.median(times) for name, times in taken.items()}
 
 
+def free_one_block() -> None:
+    """Let steps find their memory as they do in any process that has loaded a model.
+
+    glibc hands freed memory back to the system, and a step that gets new pages each time waits for
+    them, until a block of this size was freed once.
+    """
+    block = torch.empty(31 << 20, dtype=torch.uint8)
+    del block
+
+
 def peak_bytes(call: Callable[[], object], device: str = "cpu") -> int:
     """Most bytes that torch's allocator held beyond what it held before, its result included."""
     gc.collect()  # what is freed meanwhile must be what the call itself has made

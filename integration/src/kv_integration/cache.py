@@ -204,7 +204,7 @@ class KVCache(Cache):
     def rope_tables(
         self, tables: RopeTables | None, turn: Turn, device: torch.device
     ) -> RopeTables:
-        """`tables` of a layer with the tokens that pass the model now, added once for all layers.
+        """`tables` of a layer, the tokens that are passing the model added once for all layers.
 
         None: it has none yet, and shares those of the first layer that was given the same.
         """
