@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kv_bench.shared import Shared
-from kv_integration import KVCache, Method, attach
+from kv_integration import Attached, KVCache, Method, attach
 from kv_integration.answer import GREEDY, decode_answer, end_tokens, pad_token
 
 
@@ -32,13 +32,8 @@ def answers(
     pad = pad_token(tokenizer, ends)
     ids, mask = left_padded(prompts, pad, model.device)
     with attach(model, tokenizer) as kv:
-        plain = (
-            len(kv.cache(methods[0]).compressed)
-            == model.config.get_text_config(decoder=True).num_hidden_layers
-        )
-        groups = [list(methods)] if plain else [[method] for method in methods]
         found = []
-        for group in groups:
+        for group in behind_one_prefill(kv, methods):
             shared = Shared(group)
             cache = kv.cache(shared)
             generator = Generator(model, ends, pad, cache)
@@ -53,6 +48,13 @@ def answers(
                 if index + 1 < len(group):
                     cache.crop(ids.shape[1] - cache.get_seq_length())
         return found
+
+
+def behind_one_prefill(kv: Attached, methods: Sequence[Method]) -> list[list[Method]]:
+    """All methods together if they hold every layer; alone where some layers have a window."""
+    layers = kv.model.config.get_text_config(decoder=True).num_hidden_layers
+    plain = len(kv.cache(methods[0]).compressed) == layers
+    return [list(methods)] if plain else [[method] for method in methods]
 
 
 class Generator:

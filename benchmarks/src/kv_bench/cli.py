@@ -14,6 +14,7 @@ from kv_bench.policies import policies
 from kv_bench.score import score
 from kv_bench.segment import segment
 from kv_bench.speed import speed
+from kv_bench.turns import turns
 from kv_integration.cli.errors import Commands
 
 
@@ -33,5 +34,6 @@ for command in (
     score,
     segment,
     speed,
+    turns,
 ):
     main.add_command(command)

@@ -1,8 +1,8 @@
 """Several methods behind one prefill: the prompt passes the model once, each method answers it.
 
 `Shared` is a method whose state of a layer holds one state per method. `choose` says which of them
-the next tokens belong to; `crop`, which forgets these tokens, lets that state go, since a method
-need not be able to crop its own.
+the next tokens belong to, over as many turns as come; `crop`, which forgets these tokens, lets that
+state go, since a method need not be able to crop its own.
 """
 
 from __future__ import annotations
@@ -72,6 +72,13 @@ class SharedState(LayerState):
         if state is None:
             raise ValueError(f"method {self.owner.active} has answered already")
         return state
+
+    @property
+    def looks_ahead(self) -> bool:  # type: ignore[override]
+        return self._active().looks_ahead
+
+    def expect(self, queries: Tensor, *, scale: float) -> None:
+        self._active().expect(queries, scale=scale)
 
     def step(
         self, queries: Tensor, keys: Tensor, values: Tensor, *, valid: Tensor | None, scale: float
