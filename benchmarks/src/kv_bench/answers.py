@@ -32,8 +32,10 @@ def answers(
     pad = pad_token(tokenizer, ends)
     ids, mask = left_padded(prompts, pad, model.device)
     with attach(model, tokenizer) as kv:
+        plain = holds_every_layer(kv, methods[0])
+        groups = [list(methods)] if plain else [[method] for method in methods]
         found = []
-        for group in behind_one_prefill(kv, methods):
+        for group in groups:
             shared = Shared(group)
             cache = kv.cache(shared)
             generator = Generator(model, ends, pad, cache)
@@ -50,11 +52,10 @@ def answers(
         return found
 
 
-def behind_one_prefill(kv: Attached, methods: Sequence[Method]) -> list[list[Method]]:
-    """All methods together if they hold every layer; alone where some layers have a window."""
+def holds_every_layer(kv: Attached, method: Method) -> bool:
+    """Whether no layer of the model has a sliding window, whose own cache cannot go back."""
     layers = kv.model.config.get_text_config(decoder=True).num_hidden_layers
-    plain = len(kv.cache(methods[0]).compressed) == layers
-    return [list(methods)] if plain else [[method] for method in methods]
+    return len(kv.cache(method).compressed) == int(layers)
 
 
 class Generator:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kv_bench.answers import behind_one_prefill, left_padded
+from kv_bench.answers import holds_every_layer, left_padded
 from kv_bench.conversation import Conversation
 from kv_bench.shared import Shared
-from kv_integration import KVCache, Method, attach
+from kv_integration import Attached, KVCache, Method, attach
 from kv_integration.answer import decode_answer, end_tokens, pad_token
 
 
@@ -27,24 +27,42 @@ def dialogues(
     """Greedy answers `[method][conversation][turn]`, as each method alone would give them.
 
     All conversations have as many turns. A model's own answers, right or wrong, stay in its cache.
+    Where layers have a sliding window, whose cache cannot go back and counts padding, each method
+    and each conversation runs by itself.
     """
-    ends = end_tokens(model, tokenizer)
-    pad = pad_token(tokenizer, ends)
-    found = []
     with attach(model, tokenizer) as kv:
-        for group in behind_one_prefill(kv, methods):
-            shared = Shared(group)
-            cache = kv.cache(shared)
-            talk = Dialogue(model, cache, pad, ends)
-            first = talk.say([one.ids for one in conversations])
-            prompt = talk.mask
-            for index in range(len(group)):
-                shared.choose(index)
-                talk.mask = prompt
-                answers = talk.turns(first, [one.later for one in conversations], max_new_tokens)
-                found.append([[decode_answer(tokenizer, x, ends) for x in row] for row in answers])
-                if index + 1 < len(group):
-                    cache.crop(prompt.shape[1] - cache.get_seq_length())
+        if holds_every_layer(kv, methods[0]):
+            return _together(kv, tokenizer, conversations, methods, max_new_tokens)
+        return [
+            [
+                _together(kv, tokenizer, [one], [method], max_new_tokens)[0][0]
+                for one in conversations
+            ]
+            for method in methods
+        ]
+
+
+def _together(
+    kv: Attached,
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[Conversation],
+    methods: Sequence[Method],
+    max_new_tokens: int,
+) -> list[list[list[str]]]:
+    """Conversations in one batch, methods behind one prefill."""
+    ends = end_tokens(kv.model, tokenizer)
+    shared = Shared(methods)
+    cache = kv.cache(shared)
+    talk = Dialogue(kv.model, cache, pad_token(tokenizer, ends), ends)
+    first = talk.say([one.ids for one in conversations])
+    prompt, found = talk.mask, []
+    for index in range(len(methods)):
+        shared.choose(index)
+        talk.mask = prompt
+        answers = talk.turns(first, [one.later for one in conversations], max_new_tokens)
+        found.append([[decode_answer(tokenizer, x, ends) for x in row] for row in answers])
+        if index + 1 < len(methods):
+            cache.crop(prompt.shape[1] - cache.get_seq_length())
     return found
 
 
