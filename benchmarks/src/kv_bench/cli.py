@@ -18,6 +18,7 @@ from kv_bench.score import score
 from kv_bench.segment import segment
 from kv_bench.speed import speed
 from kv_bench.sweep import sweep
+from kv_bench.turns import turns
 from kv_integration.cli.errors import Commands
 
 
@@ -41,5 +42,6 @@ for command in (
     segment,
     speed,
     sweep,
+    turns,
 ):
     main.add_command(command)
