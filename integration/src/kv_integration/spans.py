@@ -54,7 +54,7 @@ class Segmentation:
     chunk_size: int
     anchors: bool
     weights: Literal["surprisal", "uniform"]
-    fit: bool
+    fit: float | None
 
     def check(self, tokens: int, granted: int) -> None:
         """Raise if `granted` entries cannot hold what is attended even without any anchor.
@@ -78,8 +78,8 @@ class Segmentation:
             return _as_spans(every, none, np.zeros(1, dtype=np.int64), h, 0, device)
         body, limit = self._body(tokens, granted)
         boundaries = by_surprisal(h, self.alpha, 1)[1]
-        if self.fit and self.kind == "surprisal":
-            boundaries[body] = self._fitted(h[body], boundaries[body], limit - limit // 2)
+        if self.fit is not None and self.kind == "surprisal":
+            boundaries[body] = self._fitted(h[body], boundaries[body], int(self.fit * limit))
         self._refuse(boundaries, granted)
         offsets, kept = self._cut(boundaries[body])
         lengths = np.diff(offsets)
