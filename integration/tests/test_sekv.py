@@ -11,7 +11,7 @@ import slow_sekv as slow
 import torch
 from cases import close
 from families import build, full_kv, generate, prompt, shared
-from hypothesis import assume, given
+from hypothesis import assume, event, given
 from hypothesis import strategies as st
 from transformers import (
     AutoModelForCausalLM,
@@ -20,7 +20,7 @@ from transformers import (
     GraniteForCausalLM,
 )
 
-from kv_integration import SeKV, attach, haystack
+from kv_integration import KVCache, SeKV, attach, haystack
 from kv_integration.embedded import model_path
 from kv_integration.method import Context, Row
 from kv_integration.methods.sekv import SpanPlan
@@ -149,7 +149,7 @@ class Reference:
         return torch.from_numpy(np.stack(outputs, 1))[None], chosen, margin
 
 
-def watched(state, monkeypatch=None):
+def watched(state):
     """Let `state` note the spans it chooses: one list of sets per KV head and query."""
     noted, choose = [], state._choose
 
@@ -164,8 +164,8 @@ def watched(state, monkeypatch=None):
 
 @given(
     seed=st.integers(0, 9999),
-    tokens=st.integers(1, 60),
-    budget=st.integers(24, 64),
+    tokens=st.integers(1, 90),
+    budget=st.integers(20, 60),
     alpha=st.sampled_from([0.0, 0.5, 1.0, 2.0, 50.0]),
     routed=st.booleans(),
     options=st.fixed_dictionaries(
@@ -191,6 +191,7 @@ def test_a_step_equals_the_paper_by_plain_loops(seed, tokens, budget, alpha, rou
     assert spans.exact.tolist() == reference.exact
     cut = [part.tolist() for part in spans.tokens.split(spans.offsets.diff().tolist())]
     assert [part for part in cut if part] == reference.spans
+    event(f"{min(len(reference.spans), 3)} spans or more")
     noted = watched(layer.state)
     for count in (1, 1, 3, 1):
         seed += 10
@@ -203,6 +204,7 @@ def test_a_step_equals_the_paper_by_plain_loops(seed, tokens, budget, alpha, rou
         torch.testing.assert_close(got.double(), wanted, atol=2e-5, rtol=2e-4)
         if reference.spans:
             assert noted == chosen
+            event(f"expands: {any(chosen)}")
     assert int(layer.state.entries().max()) <= max(budget, 1)
 
 
@@ -215,7 +217,7 @@ def embedded():
 
 def test_a_real_prompt_equals_the_paper_by_plain_loops(monkeypatch):
     model, tokenizer, keys = embedded()
-    ids = torch.tensor([haystack.needle_prompt(tokenizer, context=400, keys=keys, seed=1).ids])
+    ids = torch.tensor([haystack.needle_prompt(tokenizer, context=400, depth=0.5, keys=keys, seed=1).ids])
     method = SeKV(budget=0.5, window=32, alpha=2.0, fit=None, sinks=1)
     rows, steps, surprisals = {}, [], []
     compress, step, finish = SeKV._compress_row, SpanMemory.step, SpanPlan.finish
@@ -276,11 +278,12 @@ def test_alpha_rises_no_further_than_the_budget_asks(seed, tokens, share, fit, a
         exact, spans = slow.segment(
             marks, first, stop, min_length=3, max_length=7, anchors=anchors
         )
-        return len(exact) + len(spans), [*range(first), *exact, *range(stop, tokens)]
+        return len(exact) + len(spans), spans
 
     assume(resident(0)[0] <= limit)
     spans = plan.segmentation.spans(h, granted)
-    fitting = [k for k in range(every + 1) if resident(k)[1] == spans.exact.tolist()]
+    cut = [part.tolist() for part in spans.tokens.split(spans.offsets.diff().tolist())]
+    fitting = [k for k in range(every + 1) if resident(k)[1] == cut]
     assert fitting
     assert spans.room == limit - resident(fitting[-1])[0] >= 0
     if resident(every)[0] > int(fit * limit):
@@ -298,10 +301,7 @@ def spans_of(h, granted, **options):
 def test_constant_surprisal_has_no_anchor():
     spans = spans_of(torch.full((50,), 2.5), 24)
     assert spans.exact.tolist() == [0, *range(45, 50)]
-    assert spans.offsets.diff().tolist() == [6, 6, 6, 6, 6, 7, 7] or sum(
-        spans.offsets.diff().tolist()
-    ) == 44
-    assert spans.offsets.diff().max() <= 7
+    assert sorted(spans.offsets.diff().tolist()) == [6, 6, 6, 6, 6, 7, 7]
     whole = spans_of(torch.full((50,), 2.5), 24, max_length=None)
     assert whole.offsets.tolist() == [0, 44]  # one span
     assert torch.equal(whole.weights, torch.full((44,), 2.5))
@@ -350,7 +350,7 @@ def test_fixed_chunks_have_no_anchors():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_with_room_for_all_and_every_component_nothing_is_lost(dtype):
-    method = SeKV(budget=20, max_rank=6, threshold=0.0, **{**SMALL, "max_rank": 6})
+    method = SeKV(budget=20, threshold=0.0, **SMALL | {"max_rank": 6})
     layer = Layer(method, 3, 50)
     row, spans = layer.row, layer.plan.spans[0]
     row = Row(0, row.queries.to(dtype), row.keys.to(dtype), row.values[..., :6].to(dtype), 0.4)
@@ -360,7 +360,7 @@ def test_with_room_for_all_and_every_component_nothing_is_lost(dtype):
     state = method.compress([row], layer.plan)
     new = [drawn(n, 1, heads, 1, 6).to(dtype) for n, heads in ((5, 4), (6, 2), (7, 2))]
     out = state.step(*new, valid=None, scale=0.4)
-    keys, values = (torch.cat([old, x], 2) for old, x in zip((row.keys, row.values), new[1:], strict=True))
+    keys, values = torch.cat([row.keys, new[1]], 2), torch.cat([row.values, new[2]], 2)
     expected = torch.nn.functional.scaled_dot_product_attention(
         new[0].double(), keys.double(), values.double(), scale=0.4, enable_gqa=True
     )
@@ -484,9 +484,8 @@ def test_surprisal_is_that_of_the_models_own_logits(kind, chunk, tokenizer, monk
 
 
 def test_a_model_without_an_lm_head_is_refused(tokenizer):
-    model = build("llama").model
-    with attach(model, tokenizer) as kv, pytest.raises(ValueError, match="model has no LM head"):
-        kv.cache(SeKV())
+    with pytest.raises(ValueError, match="sekv needs the surprisal .* this model has no LM head"):
+        KVCache(shared("llama").config, SeKV(), Context(tokenizer, None))
 
 
 def test_a_budget_that_only_the_text_shows_too_small_leaves_the_cache_resettable(tokenizer):
@@ -508,10 +507,10 @@ def test_a_budget_below_the_least_is_refused_before_anything_runs(tokenizer):
     model = shared("llama")
     with attach(model, tokenizer) as kv, torch.no_grad():
         cache = kv.cache(SeKV(budget=0.05, min_length=3, max_length=6))
-        with pytest.raises(ValueError, match="needs a budget of at least 1[0-9] here"):
+        with pytest.raises(ValueError, match="needs a budget of at least 23 here"):
             model(**prompt(60), past_key_values=cache)
         assert cache.get_seq_length() == 0
-        model(**prompt(12), past_key_values=cache) if False else None
+
 
 
 def test_a_router_of_another_shape_is_refused():
