@@ -50,7 +50,7 @@ class SpanStore:
         )
         like = rows[0]
         self.widths = [packed.right.shape[-1] for packed in like]
-        self.rank = [max(row[i].rank for row in rows) for i in (0, 1)]
+        self.rank = [max(1, *(row[i].rank for row in rows)) for i in (0, 1)]
         # Beside each record on the host: its tokens, and its ranks in keys and values.
         self.lengths = _table([keys.lengths for keys, _ in rows])
         self.ranks = [_table([row[i].ranks for row in rows]) for i in (0, 1)]
