@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 
@@ -32,7 +33,7 @@ def segment(marks, first, stop, *, min_length, max_length, anchors=True):
         else:
             parts = math.ceil(len(run) / max_length)
             cuts = [i * len(run) // parts for i in range(parts + 1)]
-            spans += [run[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+            spans += [run[a:b] for a, b in pairwise(cuts)]
     return exact, spans
 
 
@@ -98,7 +99,7 @@ def step(head, group, projections, thresholds, generated, room, scale):
                 wanted[s] = max(x, wanted.get(s, -math.inf))
     chosen, left = [], room
     ranked = sorted(wanted, key=lambda s: -wanted[s])
-    for a, b in zip(ranked, ranked[1:], strict=False):
+    for a, b in pairwise(ranked):
         margin = min(margin, wanted[a] - wanted[b])
     for s in ranked:
         if len(head.spans[s]) - 1 > left:

@@ -10,7 +10,7 @@ import pytest
 import slow_sekv as slow
 import torch
 from cases import close
-from families import build, full_kv, generate, prompt, shared
+from families import build, generate, prompt, shared
 from hypothesis import assume, event, given
 from hypothesis import strategies as st
 from transformers import (
@@ -217,7 +217,9 @@ def embedded():
 
 def test_a_real_prompt_equals_the_paper_by_plain_loops(monkeypatch):
     model, tokenizer, keys = embedded()
-    ids = torch.tensor([haystack.needle_prompt(tokenizer, context=400, depth=0.5, keys=keys, seed=1).ids])
+    ids = torch.tensor(
+        [haystack.needle_prompt(tokenizer, context=400, depth=0.5, keys=keys, seed=1).ids]
+    )
     method = SeKV(budget=0.5, window=32, alpha=2.0, fit=None, sinks=1)
     rows, steps, surprisals = {}, [], []
     compress, step, finish = SeKV._compress_row, SpanMemory.step, SpanPlan.finish
@@ -275,9 +277,7 @@ def test_alpha_rises_no_further_than_the_budget_asks(seed, tokens, share, fit, a
 
     def resident(count):
         marks = [t in ranked[:count] for t in range(tokens)]
-        exact, spans = slow.segment(
-            marks, first, stop, min_length=3, max_length=7, anchors=anchors
-        )
+        exact, spans = slow.segment(marks, first, stop, min_length=3, max_length=7, anchors=anchors)
         return len(exact) + len(spans), spans
 
     assume(resident(0)[0] <= limit)
@@ -354,9 +354,7 @@ def test_with_room_for_all_and_every_component_nothing_is_lost(dtype):
     layer = Layer(method, 3, 50)
     row, spans = layer.row, layer.plan.spans[0]
     row = Row(0, row.queries.to(dtype), row.keys.to(dtype), row.values[..., :6].to(dtype), 0.4)
-    layer.plan.spans = [
-        Spans(spans.exact, spans.tokens, spans.offsets, spans.weights, room=1000)
-    ]
+    layer.plan.spans = [Spans(spans.exact, spans.tokens, spans.offsets, spans.weights, room=1000)]
     state = method.compress([row], layer.plan)
     new = [drawn(n, 1, heads, 1, 6).to(dtype) for n, heads in ((5, 4), (6, 2), (7, 2))]
     out = state.step(*new, valid=None, scale=0.4)
@@ -484,7 +482,7 @@ def test_surprisal_is_that_of_the_models_own_logits(kind, chunk, tokenizer, monk
 
 
 def test_a_model_without_an_lm_head_is_refused(tokenizer):
-    with pytest.raises(ValueError, match="sekv needs the surprisal .* this model has no LM head"):
+    with pytest.raises(ValueError, match=r"sekv needs the surprisal .* this model has no LM head"):
         KVCache(shared("llama").config, SeKV(), Context(tokenizer, None))
 
 
@@ -498,9 +496,7 @@ def test_a_budget_that_only_the_text_shows_too_small_leaves_the_cache_resettable
             model(torch.tensor([[5]]), past_key_values=cache)
         cache.reset()
         cache.method = SeKV(budget=1.0)
-        assert torch.equal(
-            model(**inputs, past_key_values=cache).logits, model(**inputs).logits
-        )
+        assert torch.equal(model(**inputs, past_key_values=cache).logits, model(**inputs).logits)
 
 
 def test_a_budget_below_the_least_is_refused_before_anything_runs(tokenizer):
@@ -510,7 +506,6 @@ def test_a_budget_below_the_least_is_refused_before_anything_runs(tokenizer):
         with pytest.raises(ValueError, match="needs a budget of at least 23 here"):
             model(**prompt(60), past_key_values=cache)
         assert cache.get_seq_length() == 0
-
 
 
 def test_a_router_of_another_shape_is_refused():

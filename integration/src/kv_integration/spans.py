@@ -152,11 +152,16 @@ class Segmentation:
         least = self._least(boundaries, granted)
         if least <= granted:
             return
-        # The window is at most half of a budget, so that it may grow with it.
         tokens = len(boundaries)
-        wanted = bisect_left(
-            range(tokens), True, granted, key=lambda b: self._least(boundaries, b) <= b
-        )
+
+        def holds(budget: int) -> bool:
+            return self._least(boundaries, budget) <= budget
+
+        # The window grows with the budget, so what is attended does, too: by less, but for a short
+        # run that comes and goes at the window's edge.
+        wanted = bisect_left(range(tokens), True, granted, key=holds)
+        near = range(max(granted, wanted - 2 * self.min_length), wanted)
+        wanted = next((budget for budget in near if holds(budget)), wanted)
         raise ValueError(
             f"budget grants {granted} entries of this prompt of {tokens} tokens, but {least} are "
             "always attended (sinks, anchors, short spans, window and one entry per span): SeKV "

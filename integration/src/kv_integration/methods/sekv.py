@@ -191,10 +191,13 @@ class SeKV(Method):
             threshold = torch.full((1, heads), -math.inf, device=keys.device)
         else:
             router = self.router
-            made, model = (router.layers, router.query_heads, router.head_dim), (
-                row.layers,
-                heads,
-                size,
+            made, model = (
+                (router.layers, router.query_heads, router.head_dim),
+                (
+                    row.layers,
+                    heads,
+                    size,
+                ),
             )
             if made != model:
                 raise ValueError(
@@ -246,8 +249,7 @@ class SpanPlan(Plan):
 
     def finish(self, surprisal: Sequence[Tensor]) -> None:
         self.spans = [
-            self.segmentation.spans(row, budget_entries(self.budget, len(row)))
-            for row in surprisal
+            self.segmentation.spans(row, budget_entries(self.budget, len(row))) for row in surprisal
         ]
 
     def select_rows(self, rows: Tensor) -> None:
