@@ -548,3 +548,48 @@ def test_a_plan_without_surprisal_is_refused():
     layer = Layer(method, 0, 60)
     with pytest.raises(TypeError, match="plan must be the one that begin"):
         method.compress([layer.row], SpanPlan(method))
+
+
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 16}, {"num_beams": 2}], ids=str)
+def test_with_a_router_a_padded_row_equals_that_row_alone(tokenizer, options):
+    model, batch = shared("llama"), prompt(60, 7, 41)
+    router = random_router(3, layers=3, dim=16)
+    method = SeKV(budget=30, router=router, **SMALL)
+    with attach(model, tokenizer) as kv:
+        cache = kv.cache(method)
+        together, logits = generate(model, batch, cache, **options)
+        assert any(rate > 0 for layer in cache.report().layers for rate in layer.details["zoom_in"])
+        for row, length in enumerate((60, 7, 41)):
+            alone = {name: x[row : row + 1, 60 - length :] for name, x in batch.items()}
+            tokens, row_logits = generate(model, alone, kv.cache(method), **options)
+            assert torch.equal(together[row, 60 - length :], tokens[0])
+            if "num_beams" not in options:
+                close(logits[:, row], row_logits[:, 0])
+
+
+@pytest.mark.parametrize("ours", [{"num_assistant_tokens": 5}, {"prompt_lookup_num_tokens": 6}])
+def test_a_draft_that_comes_with_the_prompt_is_answered_from_what_is_held(tokenizer, ours):
+    """The prompt's end and the first draft come in one forward pass: it runs as two."""
+    model, inputs = shared("gemma3"), prompt(60)
+    method = SeKV(budget=30, quantile=0.0, **SMALL | {"routing_dim": 8})
+    run = {"max_new_tokens": 10, "do_sample": False}
+    if "num_assistant_tokens" in ours:
+        ours = {"assistant_model": build("llama", seed=1)}
+    with attach(model, tokenizer) as kv:
+        expected = model.generate(**inputs, past_key_values=kv.cache(method), **run)
+        cache = kv.cache(method)
+        assert torch.equal(
+            model.generate(**inputs, past_key_values=cache, **run, **ours), expected
+        )
+        assert cache.report().prompt_tokens == 60
+        tokens = torch.cat([inputs["input_ids"], torch.tensor([[5, 6, 7]])], 1)
+        with torch.no_grad():
+            parts = [tokens[:, :60], tokens[:, 60:]]
+            cache = kv.cache(method)
+            apart = [model(part, past_key_values=cache).logits for part in parts]
+            cache = kv.cache(method, prompt_length=60)
+            out = model(tokens, past_key_values=cache, output_hidden_states=True)
+            close(out.logits, torch.cat(apart, 1))
+            assert all(hidden.shape[1] == 63 for hidden in out.hidden_states)
+            both = kv.cache(method, prompt_length=60)
+            assert torch.equal(model(tokens, past_key_values=both, return_dict=False)[0], out.logits)
