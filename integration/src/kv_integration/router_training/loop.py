@@ -75,7 +75,11 @@ def train_router(
         "texts": corpus.digest(),
         "held_out": kept_back.digest() if kept_back else None,
     }
-    router = Router.for_model(model, routing_dim=settings.routing_dim, max_rank=settings.max_rank)
+    with torch.random.fork_rng():
+        torch.manual_seed(settings.seed)
+        router = Router.for_model(
+            model, routing_dim=settings.routing_dim, max_rank=settings.max_rank
+        )
     run = Run(router, make_optimizer(router, settings))
     saved = None if folder is None else folder / CHECKPOINT
     with frozen(model), taken_over(model), interrupt_noted() as interrupted:

@@ -63,9 +63,9 @@ class MixedRows:
         gone = self.compressed[:, text.span_of.clamp_min(0)] & (text.span_of >= 0)
         exact = exact.masked_fill(gone, -math.inf)
 
-        # The part of a KV head that is expanded: wherever any of its query heads asks for it.
+        # A KV head expands what any of its query heads asks for; heads that agree share a gradient.
         zoom = routed.zoom.unflatten(0, query.shape[:2])
-        share = 1 - (1 - zoom).prod(1, keepdim=True)  # [H_kv, 1, N, S]
+        share = zoom.amax(1, keepdim=True)  # [H_kv, 1, N, S]
         keys, values = (
             rebuild(factors, gates, text)
             for factors, gates in zip((memory.keys, memory.values), routed.gates, strict=True)
