@@ -442,8 +442,8 @@ def test_texts_that_are_too_short(model):
         train_router(model, tokenize, make_texts(2, 95), settings=SMALL)
     with pytest.raises(TextTooShortError, match="of 0 texts has 0 tokens"):
         train_router(model, tokenize, [], settings=SMALL)
-    settings = Training(**SMALL.as_dict() | {"min_length": 40, "max_length": None, "alpha": 0.0})
-    with pytest.raises(TextTooShortError, match="no span of at least 40 tokens before the local"):
+    settings = Training(**SMALL.as_dict() | {"budgets": (0.02,)})
+    with pytest.raises(ValueError, match="grants 1 entries of this prompt of 64 tokens"):
         train_router(model, tokenize, make_texts(), settings=settings)
 
 
