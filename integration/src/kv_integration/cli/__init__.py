@@ -1,4 +1,4 @@
-"""The command line: `kv-integration ask` and `kv-integration compare`."""
+"""The command line: `kv-integration ask`, `compare` and `train-router`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from kv_integration import __version__
 from kv_integration.cli.ask import ask
 from kv_integration.cli.compare import compare
 from kv_integration.cli.errors import Commands
+from kv_integration.cli.train_router import train_router_command
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -23,5 +24,6 @@ def main() -> None:
 
 main.add_command(ask)
 main.add_command(compare)
+main.add_command(train_router_command)
 
 __all__ = ["main"]
