@@ -578,9 +578,7 @@ def test_a_draft_that_comes_with_the_prompt_is_answered_from_what_is_held(tokeni
     with attach(model, tokenizer) as kv:
         expected = model.generate(**inputs, past_key_values=kv.cache(method), **run)
         cache = kv.cache(method)
-        assert torch.equal(
-            model.generate(**inputs, past_key_values=cache, **run, **ours), expected
-        )
+        assert torch.equal(model.generate(**inputs, past_key_values=cache, **run, **ours), expected)
         assert cache.report().prompt_tokens == 60
         tokens = torch.cat([inputs["input_ids"], torch.tensor([[5, 6, 7]])], 1)
         with torch.no_grad():
@@ -592,4 +590,6 @@ def test_a_draft_that_comes_with_the_prompt_is_answered_from_what_is_held(tokeni
             close(out.logits, torch.cat(apart, 1))
             assert all(hidden.shape[1] == 63 for hidden in out.hidden_states)
             both = kv.cache(method, prompt_length=60)
-            assert torch.equal(model(tokens, past_key_values=both, return_dict=False)[0], out.logits)
+            assert torch.equal(
+                model(tokens, past_key_values=both, return_dict=False)[0], out.logits
+            )

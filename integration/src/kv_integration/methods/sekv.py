@@ -115,7 +115,7 @@ class SeKV(Method):
             raise ValueError(
                 f"chunk_size must be at least min_length {self.min_length}, got {self.chunk_size}"
             )
-        if self.fit is not None and not 0 <= self.fit <= 1:
+        if self.fit is not None and (isinstance(self.fit, bool) or not 0 <= self.fit <= 1):
             raise ValueError(f"fit must be in [0, 1] or None, got {self.fit}")
         if not 0 <= self.quantile < 1:
             raise ValueError(f"quantile must be in [0, 1), got {self.quantile}")
