@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kv_integration.budget import split_window
+from kv_integration.budget import BudgetTooSmallError, split_window
 from kv_offload import storage_bytes
 from kv_segment import by_surprisal, fixed
 
@@ -60,7 +60,7 @@ class Segmentation:
         """Raise if `granted` entries cannot hold what is attended even without any anchor.
 
         Raises:
-            ValueError: with the least budget that a prompt of so many tokens needs.
+            BudgetTooSmallError: with the least budget that a prompt of so many tokens needs.
         """
         if tokens > granted:
             self._refuse(np.zeros(tokens, dtype=np.bool_), granted)
@@ -69,7 +69,7 @@ class Segmentation:
         """Cut a prompt of surprisal float32[T] for steps of `granted` entries.
 
         Raises:
-            ValueError: what is always attended is more than `granted`; with the least budget.
+            BudgetTooSmallError: what is always attended is more than `granted`; with the least budget.
         """
         h = surprisal.cpu().numpy()
         tokens, device = len(h), surprisal.device
@@ -162,10 +162,11 @@ class Segmentation:
         wanted = bisect_left(range(tokens), True, granted, key=holds)
         near = range(max(granted, wanted - 2 * self.min_length), wanted)
         wanted = next((budget for budget in near if holds(budget)), wanted)
-        raise ValueError(
+        raise BudgetTooSmallError(
             f"budget grants {granted} entries of this prompt of {tokens} tokens, but {least} are "
             "always attended (sinks, anchors, short spans, window and one entry per span): SeKV "
-            f"needs a budget of at least {wanted} here, or a smaller window, or longer spans"
+            f"needs a budget of at least {wanted} here, or a smaller window, or longer spans",
+            least=wanted,
         )
 
 
