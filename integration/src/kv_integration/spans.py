@@ -69,7 +69,7 @@ class Segmentation:
         """Cut a prompt of surprisal float32[T] for steps of `granted` entries.
 
         Raises:
-            BudgetTooSmallError: what is always attended is more than `granted`; with the least budget.
+            BudgetTooSmallError: what is always attended is more than `granted`.
         """
         h = surprisal.cpu().numpy()
         tokens, device = len(h), surprisal.device
