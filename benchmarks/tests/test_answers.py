@@ -9,7 +9,16 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
 
 from kv_bench.answers import answers, left_padded
 from kv_bench.shared import Shared
-from kv_integration import FullKV, Method, SABlock, SentenceKV, attach, haystack
+from kv_integration import (
+    FullKV,
+    Method,
+    SABlock,
+    SentenceKV,
+    ShadowKV,
+    ShadowKVPlus,
+    attach,
+    haystack,
+)
 
 TOKENIZER = make_tokenizer()
 METHODS = [
@@ -17,6 +26,8 @@ METHODS = [
     SABlock(budget=24, window=8),
     SentenceKV(budget=24, window=8),
     SABlock(budget=0.5, window=16),
+    ShadowKV(budget=24, window=8, chunk=4, rank=12),
+    ShadowKVPlus(budget=24, window=8, chunk=2, rank=8, recent=3),
 ]
 
 

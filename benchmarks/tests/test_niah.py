@@ -105,6 +105,19 @@ def test_a_second_call_adds_only_what_is_missing(
     assert asked == []
 
 
+def test_a_method_with_options_meets_every_budget_but_its_own() -> None:
+    names = ["full", "sablock(lam=0)", "h2o(budget=7)", "semanticache(theta=0.5)"]
+    variants = module.make_variants(names, "0.1,32")
+    assert [(v.method, v.budget) for v in variants] == [
+        ("full", 1.0),
+        ("sablock(lam=0)", 0.1),
+        ("sablock(lam=0)", 32),
+        ("h2o(budget=7)", 7),
+        ("semanticache(theta=0.5)", 1.0),
+    ]
+    assert [v.stem for v in variants[:2]] == ["full", "sablock-lam-0-0.1"]
+
+
 def test_prompts_differ_between_samples_and_agree_between_runs(folder: Path) -> None:
     loaded = load_model(folder, dtype="auto", device="cpu")
     prompts = module.make_prompts(loaded, None, 150, 0.5, 5, 0)
@@ -130,6 +143,7 @@ def test_any_text_is_a_haystack(folder: Path, tmp_path: Path) -> None:
     [
         (["--methods", "dynamic"], "unknown method 'dynamic'; wanted one of full,"),
         (["--methods", "magic"], "unknown method 'magic'"),
+        (["--methods", "sablock(lamb=0)"], "sablock has no option 'lamb'; its options: budget"),
         (["--contexts", "512,x"], "--contexts must be positive integers"),
         (["--contexts", ""], "--contexts must be positive integers"),
         (["--contexts", "0"], "--contexts must be positive integers"),

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from families import generate, prompt
+from families import ROPELESS, generate, prompt
 
 from kv_integration import (
     D2O,
@@ -15,12 +15,17 @@ from kv_integration import (
     CaM,
     ChunkKV,
     FullKV,
+    InfiniGen,
+    Loki,
     Method,
     PyramidKV,
+    Quest,
     SABlock,
     SeKV,
     SemantiCache,
     SentenceKV,
+    ShadowKV,
+    ShadowKVPlus,
     SnapKV,
     StreamingLLM,
 )
@@ -31,6 +36,8 @@ LOSSLESS: dict[str, Method] = {
     "sentencekv": SentenceKV(budget=1.0),
     "semanticache": SemantiCache(theta=1.0),
     "sablock": SABlock(budget=1.0),
+    "shadowkv": ShadowKV(budget=1.0),
+    "shadowkvplus": ShadowKVPlus(budget=1.0, window=4, chunk=2, recent=5),
     "sekv": SeKV(budget=1.0),
     "streamingllm": StreamingLLM(budget=ROOMY),
     "h2o": H2O(budget=ROOMY),
@@ -39,12 +46,17 @@ LOSSLESS: dict[str, Method] = {
     "chunkkv": ChunkKV(budget=1.0),
     "cam": CaM(budget=1.0),
     "d2o": D2O(budget=1.0),
+    "quest": Quest(budget=1.0),
+    "loki": Loki(budget=1.0),
+    "infinigen": InfiniGen(budget=1.0),
 }
 SMALL: dict[str, Method] = {
     "full": FullKV(),
     "sentencekv": SentenceKV(budget=12, window=4),
     "semanticache": SemantiCache(budget=16),
     "sablock": SABlock(budget=12, window=4),
+    "shadowkv": ShadowKV(budget=12, window=4, chunk=2, outliers=1, rank=12),
+    "shadowkvplus": ShadowKVPlus(budget=12, window=4, chunk=2, outliers=1, rank=8, recent=3),
     "sekv": SeKV(budget=24, window=4, sinks=1, min_length=3, max_length=6, max_rank=4),
     "streamingllm": StreamingLLM(budget=12, sinks=2),
     "h2o": H2O(budget=12),
@@ -53,11 +65,18 @@ SMALL: dict[str, Method] = {
     "chunkkv": ChunkKV(budget=12, window=4, chunk=3),
     "cam": CaM(budget=12, spread=3),
     "d2o": D2O(budget=12),
+    "quest": Quest(budget=12, page=5),
+    "loki": Loki(budget=12),
+    # Of a random model's queries no few directions stand out: rounding would choose among them.
+    "infinigen": InfiniGen(budget=12, share=1.0),
 }
-FEW = ("full", "sablock", "semanticache", "sekv")
+FEW = ("full", "sablock", "semanticache", "shadowkv", "sekv")
+RETRIEVES = ("quest", "infinigen")
 # What is forgotten while tokens are generated cannot come back.
 FORGETS_ON = ("streamingllm", "h2o")
-CANNOT_CROP = ("sentencekv", "h2o")
+# An input of several tokens, a draft's too, chooses once or attends all: not what one by one would.
+BY_INPUT = ("sentencekv", "shadowkv", "shadowkvplus", "quest", "loki", "infinigen")
+CANNOT_CROP = ("h2o",)
 RECOMPRESSES = ("semanticache", "sablock", "snapkv", "pyramidkv", "chunkkv", "cam", "d2o")
 
 assert list(LOSSLESS) == list(SMALL) == list(METHODS)
@@ -69,6 +88,19 @@ def each(
     """A test for each of these methods, which it gets as `method`."""
     chosen = [name for name in names or methods if name not in but]
     return pytest.mark.parametrize("method", [methods[n] for n in chosen], ids=chosen)
+
+
+def in_families(
+    methods: dict[str, Method],
+    names: Iterable[str] | None = None,
+    *,
+    families: Iterable[str],
+):
+    """A test for each of these methods in each family that can have it: `family` and `method`."""
+    chosen = [(f, n) for f in families for n in names or methods]
+    fit = [(f, n) for f, n in chosen if not (methods[n].rope and f in ROPELESS)]
+    ids = [f"{f}-{n}" for f, n in fit]
+    return pytest.mark.parametrize(("family", "method"), [(f, methods[n]) for f, n in fit], ids=ids)
 
 
 def close(actual, expected) -> None:

@@ -138,6 +138,8 @@ GPT2 = {
     "eos_token_id": None,
     "pad_token_id": 1,
 }
+# Families whose positions are embedded, not turned into the keys.
+ROPELESS = ("gpt2", "gpt-bigcode")
 # Families whose RoPE depends on the longest row of a batch, by transformers' own definition.
 BY_LENGTH = ("dynamic", "phi3-longrope")
 

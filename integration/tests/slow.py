@@ -85,7 +85,7 @@ def best(scores, count, among=None):
 
 def windowed(budget, window):
     """How a budget is split between the latest tokens and the others."""
-    kept = min(window, max(budget // 2, 1))
+    kept = min(window, max(budget // 4, 1))
     return kept, budget - kept
 
 

@@ -39,7 +39,7 @@ def segment(marks, first, stop, *, min_length, max_length, anchors=True):
 
 def shares(tokens, granted, window, sinks):
     """First position after the sinks, first of the window."""
-    window = min(window, max(granted // 2, 1))
+    window = min(window, max(granted // 4, 1))
     return min(sinks, granted - window), tokens - window
 
 

@@ -59,7 +59,7 @@ def test_snapkv_keeps_what_the_window_looks_at(seed, heads, groups, pooling):
 @SEEDS
 @pytest.mark.parametrize("budget", [1, 2, 3, 7, 49, 50, 60])
 def test_small_and_large_budgets(seed, budget):
-    """Half of a small budget is for the window; one as large as the prompt keeps everything."""
+    """A quarter of a small budget is for the window; one as large as the prompt keeps all."""
     prompt = slow.Prompt(seed)
     kept = slow.snapkv(prompt, budget, 8, "avg", 7)
     if budget >= 50:

@@ -7,7 +7,7 @@ import torch
 from cases import LOSSLESS, RECOMPRESSES, SMALL, close, converse, each
 from families import generate, prompt, shared
 
-from kv_integration import SemantiCache, SentenceKV, attach
+from kv_integration import InfiniGen, Loki, Quest, SemantiCache, SentenceKV, attach
 
 LENGTHS = (50, 7, 31, 1)
 
@@ -40,6 +40,9 @@ def test_a_padded_row_equals_that_row_alone(tokenizer, method):
         SemantiCache(theta=0.3),
         SemantiCache(budget=10, chunks="fixed", chunk_size=5, proportional=False),
         SemantiCache(budget=0.3, chunks="none"),
+        Quest(budget=0.3, page=4, offload=True),
+        Loki(budget=0.3, share=0.5, offload=True),
+        InfiniGen(budget=0.3, share=1.0, alpha=1.0, offload=False),
     ],
     ids=str,
 )

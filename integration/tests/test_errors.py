@@ -38,7 +38,10 @@ from kv_integration import (
     CaM,
     ChunkKV,
     FullKV,
+    InfiniGen,
+    Loki,
     PyramidKV,
+    Quest,
     SABlock,
     SemantiCache,
     SentenceKV,
@@ -216,6 +219,17 @@ def test_a_cache_of_another_model_is_refused(tokenizer):
         assert torch.equal(generate(one, inputs, cache)[1], expected)
 
 
+def test_two_models_of_one_config_are_told_apart(tokenizer):
+    one = build("llama")
+    other = type(one)(one.config).eval()
+    with attach(one, tokenizer) as kv:
+        cache = kv.cache(FullKV())
+        with pytest.raises(ValueError, match="shares its config object, is attached already"):
+            attach(other, tokenizer)
+    with attach(other, tokenizer), pytest.raises(ValueError, match="made for another model"):
+        generate(other, prompt(20), cache)
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_second_prompt_with_a_different_batch_size_is_refused(tokenizer, rows):
     model = shared("llama")
@@ -286,13 +300,17 @@ def test_embeddings_instead_of_ids_are_refused(tokenizer):
         kv.model(inputs_embeds=torch.zeros(1, 4, 64), past_key_values=kv.cache(FullKV()))
 
 
-def test_sentencekv_does_not_pretend_to_crop(tokenizer):
+def test_sentencekv_takes_back_what_it_remembers(tokenizer):
     model = build("llama")
     with attach(model, tokenizer) as kv:
         cache = kv.cache(SentenceKV(budget=8))
-        generate(model, prompt(20), cache)
-        with pytest.raises(ValueError, match="SentenceKV cannot crop"):
-            cache.crop(-1)
+        generate(model, prompt(20), cache, new=70)
+        before = cache.report()
+        with pytest.raises(ValueError, match="cannot take back 65 tokens: 64 are remembered"):
+            cache.crop(-65)
+        assert cache.report() == before
+        cache.crop(-64)
+        assert cache.get_seq_length() == 20 + 69 - 64
 
 
 WINDOWED = (SentenceKV, SABlock, SnapKV, PyramidKV, ChunkKV)
@@ -300,8 +318,8 @@ WINDOWED = (SentenceKV, SABlock, SnapKV, PyramidKV, ChunkKV)
 
 @pytest.mark.parametrize("method", WINDOWED, ids=lambda m: m.__name__)
 @pytest.mark.parametrize("budget", [1, 2, 7, 8, 9])
-def test_a_budget_smaller_than_the_window_and_one_halves_the_window(tokenizer, method, budget):
-    """The latest tokens take half of it; the prompt's logits and the count are as ever."""
+def test_a_budget_smaller_than_the_window_and_one_shrinks_the_window(tokenizer, method, budget):
+    """The latest tokens take a quarter of it; the prompt's logits and the count are as ever."""
     model = shared("llama")
     with attach(model, tokenizer) as kv:
         cache = kv.cache(method(budget=budget, window=8))
@@ -369,7 +387,18 @@ WRONG = [
         for cls in (H2O, CaM, D2O)
         for wrong in (0.0, 1.5, -1, math.nan)
     ),
-    (SentenceKV, {"keep": 0.5}, "keep must be at least 1, got 0.5"),
+    (SentenceKV, {"keep": 0.5}, "keep must be finite and at least 1, got 0.5"),
+    (SentenceKV, {"keep": math.inf}, "keep must be finite and at least 1, got inf"),
+    (SentenceKV, {"sentences": "words"}, "sentences must be 'punctuation' or 'punkt', got 'words'"),
+    (SentenceKV, {"per": "head"}, "per must be 'layer' or 'kv_head', got 'head'"),
+    (SentenceKV, {"group": "sum"}, "group must be 'mean' or 'max', got 'sum'"),
+    (Quest, {"page": 0}, "page must be at least 1, got 0"),
+    (Loki, {"share": 0.0}, r"share must be in \(0, 1\], got 0.0"),
+    (Loki, {"share": math.nan}, r"share must be in \(0, 1\], got nan"),
+    (InfiniGen, {"share": 1.5}, r"share must be in \(0, 1\], got 1.5"),
+    (InfiniGen, {"observe": 0}, "observe must be at least 1, got 0"),
+    (InfiniGen, {"alpha": -1.0}, "alpha must be finite and at least 0, got -1.0"),
+    (InfiniGen, {"alpha": math.inf}, "alpha must be finite and at least 0, got inf"),
     (SentenceKV, {"retrieve": "token"}, "retrieve must be 'step' or 'sentence', got 'token'"),
     (SentenceKV, {"tier": "cloud"}, "tier must be 'host' or 'disk', got 'cloud'"),
     (SemantiCache, {"theta": 1.5}, r"theta must be in \[-1, 1\], got 1.5"),

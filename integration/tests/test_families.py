@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import FEW, LOSSLESS, SMALL, close, converse, each
+from cases import FEW, LOSSLESS, RETRIEVES, SMALL, close, converse, each, in_families
 from families import BY_LENGTH, FAMILIES, build, full_kv, generate, prompt, shared
 
 from kv_integration import FullKV, SABlock, attach
 
 LOCAL = {"mistral-sliding": "sss", "gemma3": "scc", "cohere2": "scc"}
 every_family = pytest.mark.parametrize("family", FAMILIES)
-row_by_row = pytest.mark.parametrize("family", [f for f in FAMILIES if f not in BY_LENGTH])
+ROW_BY_ROW = [f for f in FAMILIES if f not in BY_LENGTH]
 
 
-@every_family
-@each(LOSSLESS, FEW)
+@in_families(LOSSLESS, FEW, families=FAMILIES)
 @pytest.mark.parametrize("lengths", [(40,), (40, 23, 1)], ids=str)
 def test_lossless_settings_equal_full_kv(family, tokenizer, method, lengths):
     model, inputs = shared(family), prompt(*lengths)
@@ -28,8 +27,7 @@ def test_lossless_settings_equal_full_kv(family, tokenizer, method, lengths):
     assert cache.report().tokens_seen == 43  # the model did not go on with a cache of its own
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gemma3", "gpt-neox", "gpt2"])
-@each(LOSSLESS, FEW)
+@in_families(LOSSLESS, FEW, families=["llama", "mistral-sliding", "gemma3", "gpt-neox", "gpt2"])
 def test_eager_attention_is_carried_on(family, tokenizer, method):
     model, inputs = build(family), prompt(40, 23)
     model.set_attn_implementation("eager")
@@ -38,8 +36,7 @@ def test_eager_attention_is_carried_on(family, tokenizer, method):
         close(generate(model, inputs, kv.cache(method), new=4)[1], logits)
 
 
-@every_family
-@each(SMALL, FEW)
+@in_families(SMALL, FEW, families=FAMILIES)
 def test_prompt_logits_are_those_of_the_model_alone(family, tokenizer, method):
     model, inputs = build(family), prompt(40)
     expected = model(**inputs).logits
@@ -48,8 +45,7 @@ def test_prompt_logits_are_those_of_the_model_alone(family, tokenizer, method):
     assert torch.equal(logits, expected)
 
 
-@row_by_row
-@each(SMALL, FEW)
+@in_families(SMALL, FEW, families=ROW_BY_ROW)
 def test_a_padded_row_equals_that_row_alone(family, tokenizer, method):
     model, lengths = shared(family), (50, 7, 31)
     batch = prompt(*lengths)
@@ -60,8 +56,7 @@ def test_a_padded_row_equals_that_row_alone(family, tokenizer, method):
             close(logits[:, row], generate(model, alone, kv.cache(method), new=4)[1][:, 0])
 
 
-@row_by_row
-@each(SMALL, FEW)
+@in_families(SMALL, FEW, families=ROW_BY_ROW)
 def test_chunked_prefill_equals_one_shot(family, tokenizer, method):
     model, inputs = shared(family), prompt(50, 21)
     with attach(model, tokenizer) as kv:
@@ -72,8 +67,7 @@ def test_chunked_prefill_equals_one_shot(family, tokenizer, method):
             assert cache.report().prompt_tokens == 50
 
 
-@pytest.mark.parametrize("family", BY_LENGTH)
-@each(LOSSLESS, FEW)
+@in_families(LOSSLESS, FEW, families=BY_LENGTH)
 def test_chunked_prefill_where_rope_depends_on_the_length(family, tokenizer, method):
     model, inputs = shared(family), prompt(28)
     options = {"new": 3, "prefill_chunk_size": 12}
@@ -82,10 +76,31 @@ def test_chunked_prefill_where_rope_depends_on_the_length(family, tokenizer, met
         close(generate(model, inputs, kv.cache(method), **options)[1], logits)
 
 
-@every_family
-@each(LOSSLESS, FEW)
+@in_families(LOSSLESS, FEW, families=FAMILIES)
 def test_later_turns_equal_full_kv_when_lossless(family, tokenizer, method):
     model, turns = shared(family), [(36, 33), (9, 4), (3, 6)]
+    expected = converse(model, full_kv(model), turns, new=3)
+    with attach(model, tokenizer) as kv:
+        ours = converse(model, kv.cache(method), turns, new=3)
+    for logits, reference in zip(ours, expected, strict=True):
+        close(logits, reference)
+
+
+@in_families(SMALL, RETRIEVES, families=ROW_BY_ROW)
+def test_methods_that_retrieve_hold_rows_apart(family, tokenizer, method):
+    model, lengths = shared(family), (50, 31)
+    batch = prompt(*lengths)
+    with attach(model, tokenizer) as kv:
+        _, logits = generate(model, batch, kv.cache(method), new=3)
+        for row, length in enumerate(lengths):
+            alone = {name: x[row : row + 1, 50 - length :] for name, x in batch.items()}
+            close(logits[:, row], generate(model, alone, kv.cache(method), new=3)[1][:, 0])
+
+
+@in_families(LOSSLESS, RETRIEVES, families=FAMILIES)
+def test_methods_that_retrieve_equal_full_kv_when_lossless(family, tokenizer, method):
+    """InfiniGen runs every family's attention modules a second time, ahead of their turn."""
+    model, turns = shared(family), [(36, 33), (6, 4)]
     expected = converse(model, full_kv(model), turns, new=3)
     with attach(model, tokenizer) as kv:
         ours = converse(model, kv.cache(method), turns, new=3)

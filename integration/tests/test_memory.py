@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from cases import RECOMPRESSES, ROOMY, SMALL, each
+from cases import RECOMPRESSES, ROOMY, SMALL, each, in_families
 from families import SHAPE, generate, llama, prompt, shared
 from live import Watch, storages
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -17,11 +17,16 @@ from kv_integration import (
     CaM,
     ChunkKV,
     FullKV,
+    InfiniGen,
+    Loki,
     PyramidKV,
+    Quest,
     SABlock,
     SeKV,
     SemantiCache,
     SentenceKV,
+    ShadowKV,
+    ShadowKVPlus,
     SnapKV,
     StreamingLLM,
     attach,
@@ -34,6 +39,8 @@ LONG = {
     "sentencekv": SentenceKV(budget=40),
     "semanticache": SemantiCache(budget=200),
     "sablock": SABlock(budget=40),
+    "shadowkv": ShadowKV(budget=40, window=8, rank=16),
+    "shadowkvplus": ShadowKVPlus(budget=40, window=8, rank=16, recent=8),
     "sekv": SeKV(budget=80, window=16, sinks=1, max_rank=8),
     "streamingllm": StreamingLLM(budget=40),
     "h2o": H2O(budget=40),
@@ -42,7 +49,12 @@ LONG = {
     "chunkkv": ChunkKV(budget=40),
     "cam": CaM(budget=40),
     "d2o": D2O(budget=40),
+    "quest": Quest(budget=40),
+    "loki": Loki(budget=40),
+    "infinigen": InfiniGen(budget=40),
 }
+# Methods that hold all of the prompt somewhere.
+WHOLE = ("shadowkv", "shadowkvplus", "quest", "loki", "infinigen")
 ENTRY = 2 * 16 * 4  # bytes of one key and one value in float32
 
 
@@ -102,9 +114,8 @@ def test_the_bytes_that_a_process_holds_are_the_reports(tokenizer, method, optio
             assert watch.live() <= 0.01 * whole
 
 
-@each(LONG)
+@in_families(LONG, families=["llama", "gemma3", "gpt2"])
 @pytest.mark.parametrize("chunk", [None, 128])
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
 def test_nothing_keeps_the_prompt_alive(family, tokenizer, method, chunk, monkeypatch):
     made: list[StorageWeakRef] = []
     model = shared(family)
@@ -131,7 +142,7 @@ def test_nothing_keeps_the_prompt_alive(family, tokenizer, method, chunk, monkey
         assert all(storage.expired() for storage in made)
 
 
-@each(LONG, but=["full", "semanticache", "sekv"])
+@each(LONG, but=["full", "semanticache", "sekv", *WHOLE])
 def test_memory_is_what_the_budget_says(tokenizer, method):
     model = shared("llama")
     with attach(model, tokenizer) as kv, torch.no_grad():

@@ -503,7 +503,7 @@ def test_a_budget_below_the_least_is_refused_before_anything_runs(tokenizer):
     model = shared("llama")
     with attach(model, tokenizer) as kv, torch.no_grad():
         cache = kv.cache(SeKV(budget=0.05, min_length=3, max_length=6))
-        with pytest.raises(ValueError, match="needs a budget of at least 23 here"):
+        with pytest.raises(ValueError, match="needs a budget of at least 17 here"):
             model(**prompt(60), past_key_values=cache)
         assert cache.get_seq_length() == 0
 

@@ -63,8 +63,11 @@ class Generator:
         self._ends, self._cache = sorted(ends), cache
         self._options = {**GREEDY, "eos_token_id": self._ends or None, "pad_token_id": pad}
 
-    def more(self, ids: Tensor, mask: Tensor, count: int) -> Tensor:
-        """`ids` [B, T] and up to `count` tokens more; `mask` [B, <= T], 0 for padding."""
+    def more(self, ids: Tensor, mask: Tensor, count: int, **options: Any) -> Tensor:
+        """`ids` [B, T] and up to `count` tokens more; `mask` [B, <= T], 0 for padding.
+
+        options: more of `generate`, such as a streamer.
+        """
         ones = mask.new_ones(mask.shape[0], ids.shape[1] - mask.shape[1])
         full_mask = torch.cat([mask, ones], dim=1)
         output: Tensor = self._generate(
@@ -73,6 +76,7 @@ class Generator:
             past_key_values=self._cache,
             max_new_tokens=count,
             **self._options,
+            **options,
         )
         return output
 

@@ -11,9 +11,12 @@ from kv_bench.memory import memory
 from kv_bench.niah import niah
 from kv_bench.offload import offload
 from kv_bench.policies import policies
+from kv_bench.recompress import recompress
+from kv_bench.run import run
 from kv_bench.score import score
 from kv_bench.segment import segment
 from kv_bench.speed import speed
+from kv_bench.sweep import sweep
 from kv_integration.cli.errors import Commands
 
 
@@ -24,14 +27,17 @@ def main() -> None:
 
 
 for command in (
+    run,
     niah,
     decode_step,
     lowrank,
     memory,
     offload,
     policies,
+    recompress,
     score,
     segment,
     speed,
+    sweep,
 ):
     main.add_command(command)

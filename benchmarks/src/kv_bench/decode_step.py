@@ -298,6 +298,7 @@ def sekv_10(layer: Layer) -> Case:
     static = count + window  # an anchor beside each span
     # an expanded span's mean is not attended, which leaves room for a token more
     room = layer.tokens // 10 - static - count
+    most = min(count, room // int(lengths.min()))  # spans that fit, however short
     # anchors, window and span means as one list; the means weigh as many tokens as they stand for
     k, v = (x[:, :, : static + count].clone() for x in (layer.k, layer.v))
     weight = torch.cat([torch.zeros(static, device=device), lengths.log()])
@@ -318,7 +319,7 @@ def sekv_10(layer: Layer) -> Case:
         """
         q = layer.q.view(batch, KV_HEADS, GROUP, HEAD_SIZE)
         gates = ((q @ project) @ keys.mT).float() / math.sqrt(routing) + lengths.log()
-        best, order = gates.amax(2).sort(-1, descending=True)
+        best, order = gates.amax(2).topk(most)
         fits = (lengths[order].cumsum(-1) <= room) & (best > 0)
         return order.masked_fill_(~fits, -1)[..., : int(fits.sum(-1).max())]
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from kv_bench.folder import check_settings
 from kv_integration.cli.files import write_text
 from kv_integration.cli.inputs import parse_budget
 
@@ -17,15 +19,21 @@ Key = tuple[str, int, float]  # label of the variant, context, depth
 
 @dataclass(frozen=True)
 class Variant:
-    """A method with its budget: 1 is one entry and 1.0 the whole prompt, so labels tell apart."""
+    """A method, as one writes it on the command line, with its budget: 1 is one entry and 1.0 the
+    whole prompt, so labels tell apart."""
 
     method: str
     budget: int | float
 
     @property
     def label(self) -> str:
-        """`full`, or the method's name and its budget; fit for a file name."""
+        """`full`, or the method and its budget."""
         return self.method if self.method == "full" else f"{self.method}-{self.budget}"
+
+    @property
+    def stem(self) -> str:
+        """The label, fit for a file name."""
+        return re.sub(r"[^\w.-]+", "-", self.label).replace("--", "-")
 
 
 @dataclass(frozen=True)
@@ -63,30 +71,10 @@ class Results:
     def __init__(self, folder: Path, settings: dict[str, object]) -> None:
         self.folder = folder
         self.rows: dict[Key, Row] = {}
-        if folder.exists() and not folder.is_dir():
-            raise ValueError(f"--out is a file, wanted a folder: {folder}")
-        self._check_settings(settings)
+        check_settings(folder, settings, results="results.csv")
         table = folder / "results.csv"
         if table.exists():
             self.rows = {row.key: row for row in read(table)}
-
-    def _check_settings(self, settings: dict[str, object]) -> None:
-        file = self.folder / "settings.json"
-        if not file.exists():
-            if (self.folder / "results.csv").exists():
-                raise ValueError(f"{self.folder} holds results, but not their settings.json")
-            write_text(file, json.dumps(settings, indent=1) + "\n")
-            return
-        try:
-            before = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{file} cannot be read: {error}") from error
-        for name, value in settings.items():
-            if before.get(name) != value:
-                raise ValueError(
-                    f"{self.folder} holds results with {name} {before.get(name)!r}, now it is "
-                    f"{value!r}: name another --out"
-                )
 
     def has(self, variant: Variant, context: int, depth: float) -> bool:
         """Whether that cell is done."""

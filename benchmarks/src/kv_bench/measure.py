@@ -11,6 +11,7 @@ import json
 import math
 import platform
 import statistics
+import subprocess
 import sys
 import time
 import tracemalloc
@@ -122,7 +123,25 @@ def environment() -> dict[str, str | int]:
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "threads": torch.get_num_threads(),
+        "commit": commit(),
     }
+
+
+def commit() -> str:
+    """The commit that this code is of, "" outside its repository; "+" after it: with changes."""
+    folder = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        call = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(call, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)
+        return git("rev-parse", "--short=12", "HEAD") + (
+            "+" if git("status", "--short", "-uno") else ""
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def publish(rows: Sequence[Row], json_file: Path | None) -> None:
@@ -150,7 +169,7 @@ def methods_option(command: Callable[..., None]) -> Callable[..., None]:
         default=[",".join(METHODS)],
         show_default=True,
         metavar="NAMES",
-        help="Methods with commas between.",
+        help="Methods with commas between, with options if you like: 'sablock(lam=0), h2o'.",
     )(command)
 
 

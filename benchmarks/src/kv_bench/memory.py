@@ -42,7 +42,7 @@ def memory(
     Weights and activations, one layer's queries, keys and values among them, are on both sides and
     drop out: what is left is the cache, and what its method needs for a moment.
     """
-    names, granted = parse_names(methods, known=list(METHODS)), parse_budget(budget)
+    names, granted = parse_names(methods, known=METHODS), parse_budget(budget)
     measure.set_threads(threads)
     loaded = subject.load(shape, layers=layers, dtype=DTYPES[dtype])
     ids = subject.prose(loaded, context)

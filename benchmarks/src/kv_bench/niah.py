@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,8 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from kv_bench.answers import answers
+from kv_bench.folder import digest, fingerprint
 from kv_bench.grid import Results, Row, Variant
 from kv_bench.measure import methods_option
+from kv_bench.variants import make_variants, parse_lengths
 from kv_integration import METHODS, haystack
 from kv_integration.answer import is_correct
 from kv_integration.cli.files import whole_file
@@ -23,14 +24,11 @@ from kv_integration.cli.inputs import (
     check_positions,
     load_model,
     make_method,
-    parse_budget,
     parse_names,
     read_text,
     settle,
 )
 from kv_integration.cli.progress import Steps
-
-FINGERPRINT_BYTES = 2**20
 
 
 @click.command()
@@ -118,8 +116,8 @@ def niah(
       kv-bench niah --contexts 512,2048 --budgets 0.05,0.1,0.2 --samples 20 --out results
       kv-bench niah --methods full,sablock --budgets 256 --haystack novel.txt --out novel
     """
-    variants = make_variants(parse_names(methods, known=tuple(METHODS)), budgets)
-    lengths = parse_contexts(contexts)
+    variants = make_variants(parse_names(methods, known=METHODS), budgets)
+    lengths = parse_lengths(contexts)
     for option, value in (("--depths", depths), ("--samples", samples), ("--batch", batch)):
         if value < 1:
             raise ValueError(f"{option} must be at least 1, got {value}")
@@ -164,36 +162,6 @@ def niah(
                 draw_heat_map(results, variant)
                 step.advance()
     print_summary(results, variants, lengths)
-
-
-def make_variants(names: Sequence[str], budgets: str) -> list[Variant]:
-    """Every method with every budget; full KV once.
-
-    Raises:
-        ValueError: no budget, or a wrong one.
-    """
-    named = [parse_budget(part.strip()) for part in budgets.split(",") if part.strip()]
-    granted = list({str(budget): budget for budget in named}.values())
-    if not granted:
-        raise ValueError(f"--budgets must name at least one budget, got {budgets!r}")
-    variants = [
-        Variant(name, budget) for name in names for budget in ([1.0] if name == "full" else granted)
-    ]
-    for variant in variants:
-        make_method(variant.method, variant.budget)
-    return variants
-
-
-def parse_contexts(text: str) -> list[int]:
-    """Prompt lengths, each once.
-
-    Raises:
-        ValueError: none, or something else than positive integers.
-    """
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f"--contexts must be positive integers with commas between, got {text!r}")
-    return list(dict.fromkeys(int(part) for part in parts))
 
 
 def places_of(count: int) -> list[float]:
@@ -249,7 +217,7 @@ def draw_heat_map(results: Results, variant: Variant) -> None:
     from kv_bench.heatmap import draw  # matplotlib takes a second to import
 
     title = variant.method if variant.method == "full" else f"{variant.method}, {variant.budget}"
-    with whole_file(results.folder / f"niah-{variant.label}.png") as temporary:
+    with whole_file(results.folder / f"niah-{variant.stem}.png") as temporary:
         draw(results.of(variant), title, temporary)
 
 
@@ -267,18 +235,3 @@ def print_summary(results: Results, variants: Sequence[Variant], lengths: Sequen
             cells.append(f"{sum(found) / len(found):.1%}")
         table.add_row(variant.method, str(variant.budget), *cells)
     Console().print(table)
-
-
-def fingerprint(folder: Path) -> str:
-    """A hash that tells model folders apart: names, sizes and beginnings of their files."""
-    total = hashlib.sha256()
-    for file in sorted(path for path in folder.iterdir() if path.is_file()):
-        with file.open("rb") as stream:
-            beginning = stream.read(FINGERPRINT_BYTES)
-        total.update(f"{file.name} {file.stat().st_size} {digest(beginning)}\n".encode())
-    return total.hexdigest()[:16]
-
-
-def digest(data: bytes) -> str:
-    """The first characters of a SHA-256."""
-    return hashlib.sha256(data).hexdigest()[:16]

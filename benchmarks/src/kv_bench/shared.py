@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -28,6 +29,28 @@ class Shared(Method):
     @property
     def observe(self) -> int:  # type: ignore[override]
         return max(method.observe for method in self.methods)
+
+    @property
+    def accumulates(self) -> bool:  # type: ignore[override]
+        # A prompt that is held until its surprisal is known loses what was accumulated.
+        return any(m.accumulates for m in self.methods) and not self.needs_surprisal
+
+    @property
+    def needs_surprisal(self) -> bool:  # type: ignore[override]
+        return any(method.needs_surprisal for method in self.methods)
+
+    @property
+    def rope(self) -> Literal["prompt", "all"] | None:  # type: ignore[override]
+        wanted = {method.rope for method in self.methods}
+        return "all" if "all" in wanted else "prompt" if "prompt" in wanted else None
+
+    @property
+    def name(self) -> str:
+        return self.methods[self.active].name
+
+    @property
+    def budget(self) -> int | float:  # type: ignore[override]
+        return self.methods[self.active].budget
 
     def choose(self, index: int) -> None:
         """The next tokens go to method `index`."""
@@ -53,12 +76,20 @@ class SharedPlan(Plan):
         super().__init__()
         self.owner, self.parts = owner, parts
 
+    def finish(self, surprisal: Sequence[Tensor]) -> None:
+        for part in self.parts:
+            part.finish(surprisal)
+
     def advance(self, ids: Tensor, valid: Tensor | None) -> None:
         self.parts[self.owner.active].advance(ids, valid)
 
     def select_rows(self, rows: Tensor) -> None:
         for part in self.parts:
             part.select_rows(rows)
+
+    @property
+    def nbytes(self) -> int:
+        return self.parts[self.owner.active].nbytes
 
 
 class SharedState(LayerState):
@@ -73,6 +104,13 @@ class SharedState(LayerState):
             raise ValueError(f"method {self.owner.active} has answered already")
         return state
 
+    @property
+    def looks_ahead(self) -> bool:  # type: ignore[override]
+        return self._active().looks_ahead
+
+    def expect(self, queries: Tensor, *, scale: float) -> None:
+        self._active().expect(queries, scale=scale)
+
     def step(
         self, queries: Tensor, keys: Tensor, values: Tensor, *, valid: Tensor | None, scale: float
     ) -> Tensor:
@@ -83,6 +121,12 @@ class SharedState(LayerState):
 
     def nbytes(self) -> dict[str, int]:
         return self._active().nbytes()
+
+    def details(self) -> dict[str, Any]:
+        return self._active().details()
+
+    def traffic(self) -> dict[str, int]:
+        return self._active().traffic()
 
     def crop(self, tokens: int) -> None:
         self.states[self.owner.active] = None

@@ -74,7 +74,7 @@ def speed(
 
     All sides take turns: one prefill each per round, then one token each per step.
     """
-    names, granted = parse_names(methods, known=list(METHODS)), parse_budget(budget)
+    names, granted = parse_names(methods, known=METHODS), parse_budget(budget)
     measure.set_threads(threads)
     loaded = subject.load(shape, layers=layers, dtype=DTYPES[dtype])
     rows: list[dict[str, Any]] = []

@@ -7,14 +7,25 @@ from kv_integration.baselines import (
     CaM,
     ChunkKV,
     FullKV,
+    InfiniGen,
+    Loki,
     PyramidKV,
+    Quest,
     SnapKV,
     StreamingLLM,
+    loki_bases,
 )
 from kv_integration.cache import KVCache
 from kv_integration.eviction import Eviction
 from kv_integration.method import LayerState, Method, Plan, Row
-from kv_integration.methods import SABlock, SeKV, SemantiCache, SentenceKV
+from kv_integration.methods import (
+    SABlock,
+    SeKV,
+    SemantiCache,
+    SentenceKV,
+    ShadowKV,
+    ShadowKVPlus,
+)
 from kv_integration.report import Report
 
 __version__ = "0.1.0"
@@ -24,6 +35,8 @@ METHODS: dict[str, type[Method]] = {
     "sentencekv": SentenceKV,
     "semanticache": SemantiCache,
     "sablock": SABlock,
+    "shadowkv": ShadowKV,
+    "shadowkvplus": ShadowKVPlus,
     "sekv": SeKV,
     "streamingllm": StreamingLLM,
     "h2o": H2O,
@@ -32,6 +45,9 @@ METHODS: dict[str, type[Method]] = {
     "chunkkv": ChunkKV,
     "cam": CaM,
     "d2o": D2O,
+    "quest": Quest,
+    "loki": Loki,
+    "infinigen": InfiniGen,
 }
 
 __all__ = [
@@ -43,18 +59,24 @@ __all__ = [
     "ChunkKV",
     "Eviction",
     "FullKV",
+    "InfiniGen",
     "KVCache",
     "LayerState",
+    "Loki",
     "Method",
     "Plan",
     "PyramidKV",
+    "Quest",
     "Report",
     "Row",
     "SABlock",
     "SeKV",
     "SemantiCache",
     "SentenceKV",
+    "ShadowKV",
+    "ShadowKVPlus",
     "SnapKV",
     "StreamingLLM",
     "attach",
+    "loki_bases",
 ]

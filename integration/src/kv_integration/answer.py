@@ -149,9 +149,13 @@ class Clock(BaseStreamer):
         return self.times[1] - self.times[0]
 
     @property
+    def steps(self) -> list[float]:
+        """Seconds of each token after the first."""
+        return [after - before for before, after in pairwise(self.times[1:])]
+
+    @property
     def later(self) -> float | None:
-        steps = [after - before for before, after in pairwise(self.times[1:])]
-        return median(steps) if steps else None
+        return median(self.steps) if self.steps else None
 
 
 def _generate(

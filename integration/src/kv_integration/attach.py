@@ -14,6 +14,7 @@ import functools
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
+from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
@@ -25,7 +26,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kv_integration.cache import KVCache
 from kv_integration.layer import CompressedLayer
+from kv_integration.lookahead import Lookahead
 from kv_integration.method import Context, Method
+from kv_integration.rope import Turn, takes_tables, turn_of
 from kv_integration.surprise import LMHead
 
 PREFIX = "kv_integration_"
@@ -47,7 +50,7 @@ class Attached:
         self.context = Context(tokenizer, LMHead.of(model))
         self._original = model.config._attn_implementation
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+        decoder = _decoder(model)
         wrapped: list[tuple[nn.Module, str, Callable[..., Any]]] = [
             *((model, name, wrapper) for name, wrapper in WRAPPED.items()),
             (decoder, "forward", functools.partial(_in_two, decoder)),
@@ -60,7 +63,11 @@ class Attached:
                 decoder.register_forward_pre_hook(self._enter, with_kwargs=True),
                 decoder.register_forward_hook(_leave, always_call=True),
             ]
-            for module in attention_modules(decoder):
+            modules = attention_modules(decoder)
+            for before, after in pairwise(modules):
+                hook = Lookahead(after)
+                self._hooks.append(before.register_forward_pre_hook(hook, with_kwargs=True))
+            for module in modules:
                 self._hooks.append(module.register_forward_pre_hook(_hand_over, with_kwargs=True))
             for module, method, wrapper in wrapped:
                 module.__dict__[method] = wrapper(getattr(module, method))
@@ -75,13 +82,25 @@ class Attached:
         prompt_length: int | None = None,
         recompress_after: int | None = None,
     ) -> KVCache:
-        """A new, empty cache for this model; `KVCache` says what the options do."""
+        """A new, empty cache for this model; `KVCache` says what the options do.
+
+        Raises:
+            ValueError: `method` undoes the keys' RoPE, and this model has none.
+        """
+        if getattr(method, "rope", None) and not any(
+            takes_tables(module) for module in attention_modules(_decoder(self.model))
+        ):
+            raise ValueError(
+                f"{method.name} takes keys back to before their RoPE, but the attention of "
+                f"{type(self.model).__name__} is given no cos and sin"
+            )
         return KVCache(
             self.model.config,
             method,
             self.context,
             prompt_length=prompt_length,
             recompress_after=recompress_after,
+            owner=self.model,
         )
 
     def detach(self) -> None:
@@ -102,7 +121,7 @@ class Attached:
         _active.set(None)
         if cache is None:
             return
-        if cache.config is not self.model.config:
+        if not cache.belongs_to(self.model):
             raise ValueError("this cache was made for another model; make one for this model")
         ids = args[0] if args else kwargs.get("input_ids")
         if ids is None:
@@ -142,6 +161,11 @@ def attach(model: PreTrainedModel, tokenizer: object | None = None) -> Attached:
     return Attached(model, tokenizer)
 
 
+def _decoder(model: PreTrainedModel) -> nn.Module:
+    """The stack of layers, without the LM head."""
+    return model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+
+
 def attention_modules(decoder: nn.Module) -> list[nn.Module]:
     """The decoder's self-attention modules, in the order of its layers."""
     return [
@@ -157,7 +181,10 @@ def check_supported(model: PreTrainedModel) -> None:
         raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
     name = type(model).__name__
     if (model.config._attn_implementation or "").startswith(PREFIX):
-        raise ValueError(f"{name} is attached already: detach() it first")
+        raise ValueError(
+            f"{name}, or a model that shares its config object, is attached already: detach() it "
+            "first"
+        )
     if model.config.is_encoder_decoder:
         raise ValueError(f"{name} cannot be attached: it is an encoder-decoder model")
     config = model.config.get_text_config(decoder=True)
@@ -198,6 +225,7 @@ def register(original: str) -> str:
         attention_mask: Tensor | None,
         *,
         kv_layer: CompressedLayer | None = None,
+        kv_turn: Turn | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         # "eager" is not registered: every modeling file has its own.
@@ -228,7 +256,7 @@ def register(original: str) -> str:
             return run(module, queries, keys, values, mask, **options)[0].transpose(1, 2)
 
         scale = options.get("scaling") or query.shape[-1] ** -0.5
-        out = kv_layer.attend(query, key, value, scale=scale, exact=exact)
+        out = kv_layer.attend(query, key, value, scale=scale, exact=exact, turn=kv_turn)
         return out.transpose(1, 2), None
 
     def mask(*args: Any, **options: Any) -> Any:
@@ -346,10 +374,16 @@ def _leave(decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 
 def _hand_over(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Before an attention module runs: give its attention function the cache's layer."""
+    """Before an attention module runs: give its attention function the cache's layer.
+
+    And what it is told about RoPE, if the method wants that.
+    """
     cache = _cache_in(args, kwargs)
     if cache is not None:
         layer = cache.layers[int(module.layer_idx)]  # type: ignore[arg-type]
         if isinstance(layer, CompressedLayer):
-            return args, {**kwargs, "kv_layer": layer}
+            more: dict[str, Any] = {"kv_layer": layer}
+            if cache.method.rope:
+                more["kv_turn"] = turn_of(module, args, kwargs, cache, cache.context.rotations)
+            return args, {**kwargs, **more}
     return None

@@ -36,11 +36,13 @@ def budget_entries(budget: int | float, prompt_tokens: int) -> int:
 def split_window(budget: int, window: int) -> tuple[int, int]:
     """Share `budget` between the latest tokens, always attended, and what is selected before them.
 
-    The window gets its whole size while that leaves at least half of the budget to the selection,
-    else half of the budget: a method with a small budget must not spend it on the question alone.
+    The window gets its whole size while that is at most a quarter of the budget, else a quarter.
+    Its queries look at what stands just before them more than at anything else, so a window that
+    reaches beyond the question draws the selection to itself: with half of a small budget what is
+    asked for is lost (`benchmarks/results/sweep`). The papers' own windows are a quarter or less.
 
     Returns:
         `(window, selected)`, which sum to `budget`.
     """
-    kept = min(window, max(budget // 2, 1))
+    kept = min(window, max(budget // 4, 1))
     return kept, budget - kept

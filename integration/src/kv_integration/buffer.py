@@ -75,6 +75,20 @@ class KVBuffer:
         self.lengths = lengths + valid.sum(-1, dtype=torch.int32)[:, None]
         self.count += new
 
+    def drop(self, first: Sequence[int], numbers: Sequence[int]) -> None:
+        """Forget `numbers[b]` entries of every list of row b, those from `first[b]` on."""
+        if self.lengths is None and len(set(numbers)) > 1:
+            self.lengths = self._lengths()
+        for row, (start, number) in enumerate(zip(first, numbers, strict=True)):
+            for held in (self.keys, self.values):
+                later = held[row, :, start + number : self.count].clone()
+                held[row, :, start : self.count - number] = later
+        if self.lengths is None:
+            self.count -= numbers[0]
+        else:
+            self.lengths = self.lengths - self.lengths.new_tensor(numbers)[:, None]
+            self.count = int(self.lengths.max())  # what else would tell rows that drop in turn
+
     def attend(self, queries: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
         """Attention of the last Q entries' queries [B, H_q, Q, D], causal: `(out, lse)`."""
         return attention(

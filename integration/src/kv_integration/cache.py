@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedConfig
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kv_integration.budget import budget_entries
-from kv_integration.layer import CompressedLayer, SlidingLayer
+from kv_integration.layer import CompressedLayer, SlidingLayer, in_order
 from kv_integration.method import Context, Method, Plan
 from kv_integration.report import LayerReport, Report
+from kv_integration.rope import RopeTables, Turn
 from kv_integration.surprise import PromptSurprisal
 from kv_offload import storage_bytes
 
@@ -33,6 +35,7 @@ class KVCache(Cache):
         recompress_after: compress what is held, prompt and all, when more than so many tokens came
             since the last time, just before the next ones: memory stays bounded over long
             conversations. None: tokens after the prompt stay as they are.
+        owner: the model itself, which may share its config with others; not kept alive.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class KVCache(Cache):
         *,
         prompt_length: int | None = None,
         recompress_after: int | None = None,
+        owner: PreTrainedModel | None = None,
     ) -> None:
         if not isinstance(method, Method):
             raise TypeError(f"method must be a kv_integration method, got {method!r}")
@@ -60,8 +64,10 @@ class KVCache(Cache):
             )
         self.config, self.method, self.context = config, method, context
         self.prompt_length, self.recompress_after = prompt_length, recompress_after
+        self._owner = None if owner is None else weakref.ref(owner)
         self._expected: int | None = None
         self.plan = Plan()
+        self.ropes: list[RopeTables] = []
         self.fresh = 0
         self.prompt_valid: Tensor | None = None
         self.valid: Tensor | None = None
@@ -94,6 +100,12 @@ class KVCache(Cache):
     def compressed(self) -> list[CompressedLayer]:
         """The layers that the method holds."""
         return [layer for layer in self._own if isinstance(layer, CompressedLayer)]
+
+    def belongs_to(self, model: PreTrainedModel) -> bool:
+        """Whether `model` is the one that this cache was made for."""
+        if self._owner is None:
+            return self.config is model.config
+        return self._owner() is model
 
     def expect(self, prompt_length: int) -> None:
         """`generate` is about to bring a prompt of so many tokens, if this cache is empty."""
@@ -171,6 +183,31 @@ class KVCache(Cache):
                 rest if self.order is None else rest.gather(1, self.order), self.valid
             )
 
+    def rope_tables(
+        self, tables: RopeTables | None, turn: Turn, device: torch.device
+    ) -> RopeTables:
+        """`tables` of a layer with the tokens that pass the model now, added once for all layers.
+
+        None: it has none yet, and shares those of the first layer that was given the same.
+        """
+        if tables is None:
+            tables = next((t for t in self.ropes if t.shared_by(turn, device, self.tokens)), None)
+        if tables is None:
+            tables = RopeTables(turn, device, grows=self.method.rope == "all")
+            self.ropes.append(tables)
+        if tables.seen == self.tokens:
+            return tables
+        tables.seen, batch, fresh = self.tokens, self._batch, self.fresh
+        if fresh:
+            prompt = turn.cos[:, :fresh], turn.sin[:, :fresh]
+            tables.append(*prompt, self.prompt_valid, batch=batch)
+        if tables.grows and fresh < turn.cos.shape[1]:
+            cos, sin = (x[:, fresh:].expand(batch, -1, -1) for x in (turn.cos, turn.sin))
+            if self.order is not None:
+                cos, sin = (in_order(x[:, None], self.order)[:, 0] for x in (cos, sin))
+            tables.append(cos, sin, self.valid, batch=batch)
+        return tables
+
     def leave(self, hidden: Tensor) -> None:
         """The tokens have passed the decoder, whose last hidden states are `hidden` [B, Q, E].
 
@@ -227,7 +264,7 @@ class KVCache(Cache):
     def reset(self) -> None:
         """Forget everything: the cache is as new."""
         super().reset()
-        self.plan, self.fresh, self._expected = Plan(), 0, None
+        self.plan, self.ropes, self.fresh, self._expected = Plan(), [], 0, None
         self.prompt_valid = self.valid = self.order = None
         self._prompt, self.row_tokens, self.row_seen = [], [], []
         self.surprise, self._passing = self._surprise(), None
@@ -247,6 +284,8 @@ class KVCache(Cache):
         removed = min(-tokens_to_remove, self.tokens)
         self.tokens -= removed
         self.plan.crop(removed)
+        for tables in self.ropes:
+            tables.crop(removed)
         self.row_seen = [seen - removed for seen in self.row_seen]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -262,6 +301,8 @@ class KVCache(Cache):
 
     def _select(self, rows: Tensor) -> None:
         self.plan.select_rows(rows)
+        for tables in self.ropes:
+            tables.select_rows(rows)
         order = rows.tolist()
         self.row_tokens = [self.row_tokens[row] for row in order]
         self.row_seen = [self.row_seen[row] for row in order]
@@ -295,10 +336,11 @@ class KVCache(Cache):
 
     @property
     def _own_bytes(self) -> int:
-        """Bytes of token ids and masks that the cache itself holds."""
+        """Bytes of token ids, masks and RoPE tables that the cache itself holds."""
         held = [x for part in self._prompt for x in part]
         held += [self.prompt_valid, self.valid, self.order, self._passing]
         own = storage_bytes(*(x for x in held if x is not None))
+        own += sum(tables.nbytes for tables in self.ropes)
         return own + (0 if self.surprise is None else self.surprise.nbytes)
 
     def _layer_report(self, layer: CompressedLayer | SlidingLayer) -> LayerReport:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kv_attn_triton import ragged_attention
+from kv_attn_triton import ragged_attention, selected_attention
 from kv_offload import storage_bytes
 
 
@@ -54,6 +54,20 @@ class Entries:
             log_size=self.log_size,
             scale=scale,
         )
+
+    def attend_selected(
+        self, queries: Tensor, indices: Tensor, *, scale: float, padded: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Queries over the entries at `indices` [B, H_kv, K] of each list: `(out, lse)`.
+
+        padded: whether `indices` may end in -1, which is skipped. `log_size` is not looked at.
+        """
+        at = indices + self.starts[..., None]
+        if padded:
+            at = at.masked_fill_(indices < 0, -1)
+        # Every list is given all entries, without a copy: `at` says which are its own.
+        keys, values = (x.expand(*self.starts.shape, *x.shape) for x in (self.keys, self.values))
+        return selected_attention(queries, keys, values, at, scale=scale)
 
     def select_rows(self, rows: Tensor) -> None:
         """Make row i what row `rows[i]` was; no entry is copied."""

@@ -12,6 +12,8 @@ from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 from kv_integration.buffer import KVBuffer
 from kv_integration.latest import LatestQueries
 from kv_integration.method import LayerState, Row
+from kv_integration.rope import RopeTables, Turn
+from kv_score import attend_and_accumulate
 
 if TYPE_CHECKING:
     from kv_integration.cache import KVCache
@@ -41,6 +43,7 @@ class CompressedLayer(CacheLayerMixin):
         self.state: LayerState | None = None
         self.held: KVBuffer | None = None
         self.latest = LatestQueries(self.cache.method.observe)
+        self.rope: RopeTables | None = None
         self.since = 0
         self.token_bytes = 0
         self.batch_size = 0
@@ -65,12 +68,20 @@ class CompressedLayer(CacheLayerMixin):
         return key_states, value_states
 
     def attend(
-        self, queries: Tensor, keys: Tensor, values: Tensor, *, scale: float, exact: ExactAttention
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scale: float,
+        exact: ExactAttention,
+        turn: Turn | None = None,
     ) -> Tensor:
         """Attention output [B, H_q, Q, D] of tokens that enter this layer; stores them.
 
         queries: [B, H_q, Q, D]; keys, values: [B, H_kv, Q, D]; exact: causal attention among one
-        row's own tokens, as the model would compute it without this cache.
+        row's own tokens, as the model would compute it without this cache. turn: how the keys were
+        turned, if the method wants to know.
         """
         batch, _, new, _ = keys.shape
         if self.seen + new != self.cache.tokens:
@@ -81,6 +92,8 @@ class CompressedLayer(CacheLayerMixin):
         self.batch_size, self.device, self.scale = batch, keys.device, scale
         self.token_bytes = sum(x.shape[1] * x.shape[3] * x.element_size() for x in (keys, values))
         self.seen += new
+        if turn is not None:
+            self.rope = self.cache.rope_tables(self.rope, turn, keys.device)
         fresh = self.cache.fresh
         out = []
         if fresh:
@@ -99,8 +112,11 @@ class CompressedLayer(CacheLayerMixin):
         All of them are held, too, until their surprisal is known, if the method needs it.
         """
         if self.held is None and self.cache.prompt_complete:
+            received: list[Tensor] = []
+            if self.cache.method.accumulates:
+                exact = self._accumulating(received)
             out = self._prefill(queries, keys, values, exact)
-            rows = self._rows(queries, keys, values)
+            rows = self._rows(queries, keys, values, received)
             if self.cache.surprise is None:
                 self._compress(rows)
             else:
@@ -119,9 +135,9 @@ class CompressedLayer(CacheLayerMixin):
         if order is None:
             out = state.step(queries, keys, values, valid=valid, scale=self.scale)
         else:
-            queries, keys, values = (_put(x, order) for x in (queries, keys, values))
+            queries, keys, values = (in_order(x, order) for x in (queries, keys, values))
             out = state.step(queries, keys, values, valid=valid, scale=self.scale)
-            out = _put(out, order.argsort(dim=1))
+            out = in_order(out, order.argsort(dim=1))
         if self.cache.recompress_after is not None:
             self.latest.append(queries, valid)
             self.since += queries.shape[2]
@@ -166,20 +182,36 @@ class CompressedLayer(CacheLayerMixin):
             out[part] = exact(queries[part], keys[part], values[part])
         return out
 
+    def _accumulating(self, received: list[Tensor]) -> ExactAttention:
+        """Exact attention that adds to `received`, row by row, what the keys got: [1, H_kv, T]."""
+
+        def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            out, sums = attend_and_accumulate(
+                queries, keys, values, scale=self.scale, reduce="kv_head"
+            )
+            received.extend(sums.split(1))
+            return out
+
+        return attend
+
     def _row(
         self, index: int, queries: Tensor, keys: Tensor, values: Tensor, **recalled: Any
     ) -> Row:
         layers = len(self.cache.compressed)
+        recalled["rope"] = self.rope
         return Row(index, queries, keys, values, self.scale, self.number, layers, **recalled)
 
-    def _rows(self, queries: Tensor, keys: Tensor, values: Tensor) -> list[Row]:
+    def _rows(
+        self, queries: Tensor, keys: Tensor, values: Tensor, received: list[Tensor]
+    ) -> list[Row]:
         """The prompt's rows without padding, which stands on the left."""
         observe = max(self.cache.method.observe, 1)
         rows = []
         for row, tokens in enumerate(self.cache.row_tokens):
             part, last = slice(row, row + 1), min(observe, tokens)
             own = (x[part, :, x.shape[2] - tokens :] for x in (keys, values))
-            rows.append(self._row(row, queries[part, :, queries.shape[2] - last :], *own))
+            sums = {"received": received[row]} if received else {}
+            rows.append(self._row(row, queries[part, :, queries.shape[2] - last :], *own, **sums))
         return rows
 
     def _hold(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -279,6 +311,6 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         return states
 
 
-def _put(x: Tensor, order: Tensor) -> Tensor:
+def in_order(x: Tensor, order: Tensor) -> Tensor:
     """Tokens of x [B, H, Q, D] in the order [B, Q]."""
     return x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))

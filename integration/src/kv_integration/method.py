@@ -9,13 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from kv_integration.budget import budget_entries
+from kv_integration.rope import RopeTables, Rotation
 from kv_integration.surprise import LMHead
 from kv_offload import storage_bytes
 from kv_segment import delimiter_table
@@ -24,12 +25,14 @@ from kv_segment import delimiter_table
 class Context:
     """What a method may ask about the model's surroundings: delimiter tables of the tokenizer.
 
+    rotations: by a layer's index, how it turns its keys; filled when a method first wants to know.
     head: the model's LM head, through which the prompt's surprisal is found; None without one.
     """
 
     def __init__(self, tokenizer: object | None, head: LMHead | None = None) -> None:
         self.tokenizer, self.head = tokenizer, head
         self._tables: dict[tuple[str, ...], NDArray[np.bool_]] = {}
+        self.rotations: dict[int, Rotation | None] = {}
 
     def delimiters(self, texts: tuple[str, ...]) -> NDArray[np.bool_]:
         """bool[V]: which vocabulary entries end with one of `texts`; computed once.
@@ -90,7 +93,11 @@ class Row:
 
     queries: [1, H_q, N, D], those of the last N tokens, N at most what the method observes.
     keys, values: [1, H_kv, T, D], the keys after RoPE. scale: of the dot products.
-    layer, layers: number of this compressed layer, and how many there are.
+    layer, layers: number of this compressed layer, and how many there are. received: float32[1,
+    H_kv, T], what each key received from all queries, the mean of its group; only for a method that
+    `accumulates`, and None where the prompt came in pieces or the layer is compressed again. rope:
+    cos and sin by which the keys were turned, if the method asks for them and the layer turns keys
+    at all.
 
     When a layer is compressed again, the entries are those kept before, then the tokens that came
     since. seen: tokens of the row so far. positions: int64[1, 1 or H_kv, T], the token of each
@@ -108,6 +115,8 @@ class Row:
     seen: int = 0
     positions: Tensor | None = None
     log_size: Tensor | None = None
+    received: Tensor | None = None
+    rope: RopeTables | None = None
 
     @property
     def tokens(self) -> int:
@@ -129,7 +138,18 @@ class Recalled(NamedTuple):
 
 
 class LayerState(ABC):
-    """What one layer holds after its prompt was compressed, and how a step reads it."""
+    """What one layer holds after its prompt was compressed, and how a step reads it.
+
+    looks_ahead: whether it wants to be told by `expect`, before a decoding step comes to it, about
+    which query it will be asked.
+    """
+
+    looks_ahead: bool = False
+
+    def expect(self, queries: Tensor, *, scale: float) -> None:
+        """The layer before has begun its step; `queries` [B, H_q, 1, D] are what its input makes
+        of this layer's projections: a guess at what `step` will be given."""
+        raise TypeError(f"{type(self).__name__} does not look ahead")
 
     @abstractmethod
     def step(
@@ -175,6 +195,8 @@ class Method(ABC):
     budget: int | float = 1.0
     recompresses: bool = False  # whether `compress` takes rows that were compressed before
     observe: int = 0  # how many of the prompt's last queries `compress` wants
+    accumulates: bool = False  # whether it wants `Row.received` from the prompt's own attention
+    rope: Literal["prompt", "all"] | None = None  # of which tokens it wants cos and sin
     # Whether the plan wants the prompt's surprisal: all layers hold the prompt until the model
     # has seen its last token, and compress then.
     needs_surprisal: bool = False

@@ -133,7 +133,7 @@ def test_long_keys_and_row_blocks(dtype, value_size, monkeypatch):
 
     monkeypatch.setattr(module, "LONG", 64 * 64)
     monkeypatch.setattr(module, "FEW", 99)
-    monkeypatch.setattr(module, "TILE", 48)
+    monkeypatch.setattr(module, "CONVERTED", 2 * 2 * 64 * 48)
     monkeypatch.setattr(module, "SCORES", 2 * 2 * 200 * 3)
     rng = torch.Generator().manual_seed(1)
     q = torch.randn(2, 4, 5, 64, generator=rng).to(dtype)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import torch
+from hypothesis import given
 from hypothesis import strategies as st
-from laws import LSE, OUT, agree, both, naive, problems
+from laws import LSE, OUT, agree, both, laws, naive, problems
 
 from kv_attn_triton import lowrank_attention, selected_attention
+from kv_attn_triton.reference import lowrank as plain
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,19 @@ def test_equals_rebuilding_and_turning_every_key(impl, f, weighted):
     log_size = f.log_size if weighted else None
     wanted = naive(f.q, f.keys(), f.v, log_size=log_size, indices=f.indices)
     near(f, f.call(impl, log_size=log_size), wanted)
+
+
+@laws(2)
+@given(f=factored(), rows=st.integers(1, 12), weighted=st.booleans(), gathered=st.booleans())
+def test_any_number_of_tokens_at_a_time(f, rows, weighted, gathered):
+    log_size = f.log_size if weighted else None
+    v = f.v
+    if gathered:
+        picked = f.indices.clamp_min(0).unsqueeze(-1).expand(-1, -1, -1, v.shape[3])
+        v = v.gather(2, picked) if v.shape[2] else v.new_zeros(picked.shape)
+    with patch.object(plain, "ROWS", rows):
+        got = f.call("reference", v=v, values_gathered=gathered, log_size=log_size)
+    near(f, got, naive(f.q, f.keys(), f.v, log_size=log_size, indices=f.indices))
 
 
 @both(f=factored())

@@ -73,6 +73,16 @@ def test_no_token_left_out_beats_one_that_is_in(scores: Tensor, budget: int) -> 
         assert not inside or all(v <= row[inside].min() for v in outside)
 
 
+@given(st.data(), score_tensors())
+def test_rows_may_have_budgets_of_their_own(data: st.DataObject, scores: Tensor) -> None:
+    each = data.draw(st.lists(budgets, min_size=len(scores), max_size=len(scores)))
+    got = kp.top_tokens(scores, each)
+    for row, budget, found in zip(scores, each, got, strict=True):
+        alone = kp.top_tokens(row[None], budget)[0]
+        assert torch.equal(found[..., : alone.shape[-1]], alone)
+        assert bool((found[..., alone.shape[-1] :] == -1).all())
+
+
 @given(score_tensors(), budgets, budgets)
 def test_a_larger_budget_keeps_more(scores: Tensor, one: int, other: int) -> None:
     few, many = (kp.top_tokens(scores, b) for b in sorted((one, other)))
@@ -150,6 +160,7 @@ flat = torch.zeros(1, 1, 2)
         (lambda: kp.top_tokens([1.0], 1), TypeError, "scores must be a torch.Tensor, got list"),
         (lambda: kp.top_tokens(flat, -1), ValueError, "budget must be at least 0, got -1"),
         (lambda: kp.top_tokens(flat, 1.5), TypeError, "budget must be an int, got 1.5"),
+        (lambda: kp.top_tokens(flat, [1] * 9), ValueError, "budget must have one entry for each"),
         (
             lambda: kp.top_tokens(flat, 1, protected=torch.tensor([True, True])),
             ValueError,

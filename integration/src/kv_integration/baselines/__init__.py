@@ -5,8 +5,24 @@ from kv_integration.baselines.chunkkv import ChunkKV
 from kv_integration.baselines.d2o import D2O
 from kv_integration.baselines.full import FullKV
 from kv_integration.baselines.h2o import H2O
+from kv_integration.baselines.infinigen import InfiniGen
+from kv_integration.baselines.loki import Loki, loki_bases
 from kv_integration.baselines.pyramidkv import PyramidKV
+from kv_integration.baselines.quest import Quest
 from kv_integration.baselines.snapkv import SnapKV
 from kv_integration.baselines.streamingllm import StreamingLLM
 
-__all__ = ["D2O", "H2O", "CaM", "ChunkKV", "FullKV", "PyramidKV", "SnapKV", "StreamingLLM"]
+__all__ = [
+    "D2O",
+    "H2O",
+    "CaM",
+    "ChunkKV",
+    "FullKV",
+    "InfiniGen",
+    "Loki",
+    "PyramidKV",
+    "Quest",
+    "SnapKV",
+    "StreamingLLM",
+    "loki_bases",
+]

@@ -31,7 +31,7 @@ class CaM(Method):
         seed: of the draws: an evicted token is merged with a probability, its attention over the
             mean attention of the entries that would take it, at most 1.
 
-    Acts once, at the end of the prompt. Scores need the prompt's attention a second time.
+    Acts once, at the end of the prompt. Scores come with the prompt's own attention.
     """
 
     budget: int | float = 1024
@@ -40,6 +40,7 @@ class CaM(Method):
     seed: int = 0
 
     observe = sys.maxsize
+    accumulates = True
     recompresses = True
 
     def __post_init__(self) -> None:

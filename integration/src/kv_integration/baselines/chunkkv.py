@@ -25,7 +25,7 @@ class ChunkKV(Eviction):
 
     Args:
         budget: entries per KV head (int) or share of the prompt (float in (0, 1]).
-        window: latest tokens, whose queries score the others; at most half of the budget.
+        window: latest tokens, whose queries score the others; at most a quarter of the budget.
         chunk: tokens per chunk; 10 in the paper. The last chunk that is taken is cut to its best
             tokens, so that the budget is met exactly.
 

@@ -39,14 +39,15 @@ class D2O(Method):
 
     Acts once, at the end of the prompt, where the paper's moving threshold is the mean. All layers
     get the same budget: the paper's share by layer needs the attention of every layer before the
-    first is compressed, and so the whole uncompressed cache. Scores need the prompt's attention a
-    second time.
+    first is compressed, and so the whole uncompressed cache. Scores come with the prompt's own
+    attention.
     """
 
     budget: int | float = 1024
     recent: float = 0.25
 
     observe = sys.maxsize
+    accumulates = True
     recompresses = True
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from kv_integration.bounded import Bounded, capacities
 from kv_integration.budget import check_budget
 from kv_integration.eviction import take
-from kv_integration.heavy import check_recent
+from kv_integration.heavy import accumulated, check_recent
 from kv_integration.method import LayerState, Method, Plan, Row
 from kv_offload import storage_bytes
 from kv_policies import top_tokens
@@ -32,15 +32,16 @@ class H2O(Method):
         budget: entries per KV head (int) or share of the prompt (float in (0, 1]).
         recent: share of the budget for the latest tokens, in (0, 1]; one half in the paper.
 
-    Attention is summed over all queries and averaged over the query heads of a KV head. That takes
-    the prompt's attention a second time: time to the first token grows with the square of the
-    prompt. Tokens that come together, as in a later turn, see all that was held before them.
+    Attention is summed over all queries and averaged over the query heads of a KV head; the sums
+    come with the prompt's own attention. Tokens that come together, as in a later turn, see all
+    that was held before them.
     """
 
     budget: int | float = 1024
     recent: float = 0.5
 
     observe = sys.maxsize
+    accumulates = True
 
     def __post_init__(self) -> None:
         check_budget(self.budget)
@@ -60,7 +61,7 @@ class HeavyHitters(Bounded):
         self.score = self.keys.new_zeros(self.keys.shape[:3], dtype=torch.float32)
         self.position = torch.full(self.keys.shape[:3], -1, device=self.keys.device)
         for number, row in enumerate(rows):
-            self.absorb(number, row.queries, row.keys, row.values, row.scale)
+            self._keep(number, accumulated(row), row.keys, row.values)
 
     def place(self) -> Tensor:
         """A free slot, else that of the lowest score among the tokens that are not recent."""
@@ -85,15 +86,22 @@ class HeavyHitters(Bounded):
         self.score += torch.where(self.position >= 0, paid, 0.0)
 
     def absorb(self, row: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
-        used, seen, new = self.used[row], self.seen[row], keys.shape[2]
+        used = self.used[row]
         part = slice(row, row + 1), slice(None), slice(0, used)
         keys, values = (
             torch.cat([held[part], x], 2) for held, x in ((self.keys, keys), (self.values, values))
         )
-        latest = torch.arange(seen, seen + new, device=keys.device)
-        position = torch.cat([self.position[part], latest.expand(1, keys.shape[1], -1)], 2)
         score = accumulated_attention(queries, keys, scale=scale, reduce="kv_head")
         score[..., :used] += self.score[part]
+        self._keep(row, score, keys, values)
+
+    def _keep(self, row: int, score: Tensor, keys: Tensor, values: Tensor) -> None:
+        """What a row's capacity allows of its slots and the tokens after them: [1, H_kv, n, D]."""
+        used, seen = self.used[row], self.seen[row]
+        new = keys.shape[2] - used
+        held = self.position[row : row + 1, :, :used]
+        latest = torch.arange(seen, seen + new, device=keys.device)
+        position = torch.cat([held, latest.expand(1, keys.shape[1], -1)], 2)
         kept = min(self.capacity[row], used + new)
         # slots are in no order, so that the latest are told by their positions
         protected = position >= seen + new - min(self.recent[row], kept)

@@ -22,7 +22,7 @@ class SnapKV(Eviction):
 
     Args:
         budget: entries per KV head (int) or share of the prompt (float in (0, 1]).
-        window: latest tokens, whose queries score the others; at most half of the budget.
+        window: latest tokens, whose queries score the others; at most a quarter of the budget.
         pooling, kernel: how scores are pooled over neighbours; the paper's kernels are 5 and 7,
             its released code pools by the average.
 

@@ -24,7 +24,12 @@ from kv_integration.report import format_bytes
 
 
 @click.command()
-@click.option("--method", default="sentencekv", show_default=True, help="How the cache is held.")
+@click.option(
+    "--method",
+    default="sentencekv",
+    show_default=True,
+    help="How the cache is held, with options if you like: 'sablock(lam=0)'.",
+)
 @shared_options
 def ask(
     method: str,

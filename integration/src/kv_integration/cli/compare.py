@@ -35,7 +35,8 @@ FIGURES = (".png", ".svg", ".pdf")
     default=[ALL],
     show_default=True,
     metavar="NAMES",
-    help="Methods with commas between; dynamic is transformers' own cache.",
+    help="Methods with commas between, with options if you like: 'sablock(lam=0), h2o'; dynamic is "
+    "transformers' own cache.",
 )
 @click.option(
     "--plot", type=click.Path(path_type=Path), metavar="FILE.png", help="Write a figure here."

@@ -17,11 +17,12 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from kv_integration import METHODS, Method, haystack
+from kv_integration import Method, haystack
 from kv_integration.budget import check_budget
+from kv_integration.cli.spec import DYNAMIC as DYNAMIC
+from kv_integration.cli.spec import KNOWN, Known, parse_spec, parse_specs
 from kv_integration.embedded import model_path
 
-DYNAMIC = "dynamic"  # transformers' own cache, for comparison
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CONTEXT, DEPTH = 8192, 0.5
 
@@ -56,26 +57,18 @@ def parse_budget(text: str) -> int | float:
     return budget
 
 
-def parse_names(texts: Sequence[str], *, known: Sequence[str] = (DYNAMIC, *METHODS)) -> list[str]:
-    """Methods by name from options that may hold several with commas between; each once.
+def parse_names(texts: Sequence[str], *, known: Known = KNOWN) -> list[str]:
+    """Methods, with options or without, as `str(Spec)` writes them; each once.
 
     Raises:
-        ValueError: a name is unknown, or there is none.
+        ValueError: as `parse_specs`.
     """
-    names = [name.strip() for text in texts for name in text.split(",") if name.strip()]
-    for name in names:
-        if name not in known:
-            raise ValueError(f"unknown method {name!r}; wanted one of {', '.join(known)}")
-    if not names:
-        raise ValueError(f"no method is given; wanted some of {', '.join(known)}")
-    return list(dict.fromkeys(names))
+    return [str(spec) for spec in parse_specs(texts, known=known)]
 
 
-def make_method(name: str, budget: int | float) -> Method | None:
-    """The method called `name`; None for transformers' own cache. Full KV knows no budget."""
-    if name == DYNAMIC:
-        return None
-    return METHODS[name]() if name == "full" else METHODS[name](budget=budget)  # type: ignore[call-arg]
+def make_method(name: str, budget: int | float, *, methods: Known = KNOWN) -> Method | None:
+    """The method that `name` writes, such as `sablock(lam=0)`; None for transformers' own cache."""
+    return parse_spec(name, known=methods).make(budget, methods)
 
 
 def load_model(folder: Path | None, *, dtype: str, device: str) -> Loaded:

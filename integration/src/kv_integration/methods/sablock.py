@@ -28,8 +28,8 @@ class SABlock(Eviction):
 
     Args:
         budget: entries per KV head (int) or share of the prompt (float in (0, 1]).
-        window: latest tokens, kept uncompressed, whose queries score the others (w); at most half
-            of the budget.
+        window: latest tokens, kept uncompressed, whose queries score the others (w); at most a
+            quarter of the budget.
         beta: weight of a segment's entropy beside its mean importance (Eq. 7).
         lam: how strongly the segment's weight moves its tokens' scores (Eq. 8); 0 for not at all.
         max_block: largest block size tried (B_max).
@@ -40,12 +40,14 @@ class SABlock(Eviction):
     Its ablations: `lam=0` guides by no segment, `max_block=1` selects token by token, `delta=0`
     takes blocks of `max_block` whatever they lose.
 
-    The paper's text does not show the values it found best for beta, lambda and B_max; these
-    are the middle of the ranges in which it reports no difference (Section IV-E).
+    The paper's text does not show the values it found best for beta, lambda, B_max and w. beta,
+    lambda and B_max are the middle of the ranges in which it reports no difference (Section IV-E);
+    all were checked, and w was chosen, by a sweep over needles on the embedded model
+    (`kv-bench sweep`, `benchmarks/results/sweep`).
     """
 
     budget: int | float = 1024
-    window: int = 32
+    window: int = 16
     beta: float = 0.5
     lam: float = 0.5
     max_block: int = 9

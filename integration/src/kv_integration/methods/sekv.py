@@ -42,7 +42,7 @@ class SeKV(Method):
         budget: entries per KV head (int) or share of the prompt (float in (0, 1]): all of the
             above count, an expanded span with its tokens in place of its mean. A prompt that the
             budget grants whole is kept as it is.
-        window: latest tokens, always attended (w); at most half of the budget.
+        window: latest tokens, always attended (w); at most a quarter of the budget.
         alpha: boundary sensitivity, in standard deviations, at least 0.
         min_length, max_length: shortest and longest span in tokens. Shorter runs stay as they are
             (L_min); longer ones are cut into equal parts, which the paper does not say: a span

@@ -12,17 +12,20 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from kv_attn_triton import attention, merge_states
+from kv_attn_triton import merge_states
 from kv_integration.budget import check_budget, split_window
 from kv_integration.buffer import KVBuffer
 from kv_integration.eviction import take
+from kv_integration.history import History
 from kv_integration.method import Context, LayerState, Method, Plan, Row
 from kv_integration.observation import Pooling, check_observation, observed_scores
+from kv_integration.offloaded import Offloaded
+from kv_integration.retrieval import stack_rows
 from kv_integration.segments import segments
-from kv_offload import HitCache, TieredStore, storage_bytes
-from kv_policies import top_segments, top_tokens
+from kv_integration.sentences import SentencePlan, punkt_sentences, stack_offsets
+from kv_offload import storage_bytes
+from kv_policies import fill_segments, top_tokens
 from kv_score import segment_mean, segment_scores
 from kv_segment import DELIMITERS_SENTENCE, by_punctuation
 
@@ -35,19 +38,33 @@ class SentenceKV(Method):
         budget: entries per KV head (int) or share of the prompt (float in (0, 1]); the last
             `window` tokens count.
         window: latest tokens, always attended and kept on the device, whose queries score the
-            others (N); at most half of the budget.
+            others (N); at most a quarter of the budget.
         keep: tokens stored per token that a step retrieves (r).
         retrieve: `step` looks for sentences at every token (Figure 2), `sentence` when a sentence
             of the answer has ended and at its first token (Algorithm 1).
+        sentences: how the prompt is cut: after `punctuation`, or by NLTK's Punkt from its text
+            (`punkt`, section 7), which knows abbreviations but only `.`, `?` and `!`. What is
+            generated ends its sentences by punctuation either way.
+        per: whether a whole `layer` stores the same tokens, scored over all heads as in the
+            paper, or each `kv_head` its own.
+        group: the similarity of a sentence to a KV head is the `mean` or the `max` of its query
+            heads'; the paper's models have one query head for each.
         tier: where the stored tokens lie, `host` or `disk`.
         pooling, kernel: how the window's scores are pooled (`observed_scores`). The paper names
             SnapKV's observation window and no pooling; "none" takes it to the letter.
+
+    An input of several tokens, a later turn, retrieves once for all of them. So a draft's tokens,
+    of which the last 64 can be taken back, attend what all of them together look for, and not
+    quite what greedy decoding would give each.
     """
 
     budget: int | float = 1024
     window: int = 32
     keep: float = 2.0
     retrieve: Literal["step", "sentence"] = "step"
+    sentences: Literal["punctuation", "punkt"] = "punctuation"
+    per: Literal["layer", "kv_head"] = "layer"
+    group: Literal["mean", "max"] = "mean"
     tier: Literal["host", "disk"] = "host"
     pooling: Pooling = "max"
     kernel: int = 7
@@ -55,12 +72,13 @@ class SentenceKV(Method):
     def __post_init__(self) -> None:
         check_budget(self.budget)
         check_observation(self.window, self.pooling, self.kernel)
-        if not self.keep >= 1:
-            raise ValueError(f"keep must be at least 1, got {self.keep}")
-        if self.retrieve not in ("step", "sentence"):
-            raise ValueError(f"retrieve must be 'step' or 'sentence', got {self.retrieve!r}")
-        if self.tier not in ("host", "disk"):
-            raise ValueError(f"tier must be 'host' or 'disk', got {self.tier!r}")
+        if not 1 <= self.keep < math.inf:
+            raise ValueError(f"keep must be finite and at least 1, got {self.keep}")
+        for name, known in CHOICES.items():
+            value = getattr(self, name)
+            if value not in known:
+                wanted = " or ".join(map(repr, known))
+                raise ValueError(f"{name} must be {wanted}, got {value!r}")
 
     @property
     def observe(self) -> int:  # type: ignore[override]
@@ -68,7 +86,10 @@ class SentenceKV(Method):
 
     def begin(self, ids: Sequence[Tensor], context: Context) -> Plan:
         table = context.delimiters(DELIMITERS_SENTENCE)
-        offsets = [segments(row, table, by_punctuation) for row in ids]
+        if self.sentences == "punkt":
+            offsets = [punkt_sentences(row, context) for row in ids]
+        else:
+            offsets = [segments(row, table, by_punctuation) for row in ids]
         return SentencePlan(offsets, torch.from_numpy(table).to(ids[0].device), len(ids))
 
     def compress(self, rows: Sequence[Row], plan: Plan) -> LayerState:
@@ -81,78 +102,64 @@ class SentenceKV(Method):
         budget = row.granted(self.budget)
         window, retrieved = split_window(budget, self.window)
         earlier = row.tokens - window
-        alpha = observed_scores(row, window, pooling=self.pooling, kernel=self.kernel)
+        alpha = observed_scores(
+            row, window, pooling=self.pooling, kernel=self.kernel, reduce=self.per
+        )
         stored = top_tokens(alpha, min(math.ceil(self.keep * retrieved), earlier))
-        keys, values = take(row.keys, stored), take(row.values, stored)
-        kept_offsets = offsets_of_kept(stored[0, 0], offsets)
+        stored, kept_offsets = by_sentence(stored[0], alpha[0], offsets)
+        keys, values = take(row.keys, stored[None]), take(row.values, stored[None])
+        lists = kept_offsets if self.per == "kv_head" else kept_offsets.expand(keys.shape[1], -1)
         return SentenceRow(
-            means=segment_mean(keys, kept_offsets),
+            means=segment_mean(keys.transpose(0, 1), lists).transpose(0, 1),
             offsets=kept_offsets,
-            alpha=alpha.gather(-1, stored),
-            entries=torch.cat([keys, values], dim=-1),
+            keys=keys,
+            values=values,
             window=(row.keys[:, :, earlier:], row.values[:, :, earlier:]),
             retrieved=retrieved,
         )
+
+
+CHOICES = {
+    "retrieve": ("step", "sentence"),
+    "sentences": ("punctuation", "punkt"),
+    "per": ("layer", "kv_head"),
+    "group": ("mean", "max"),
+    "tier": ("host", "disk"),
+}
 
 
 @dataclass(frozen=True)
 class SentenceRow:
     """One row's prompt in one layer after compression.
 
-    means: [1, H_kv, S, D], mean key of each sentence's stored tokens (Eq. 1). offsets: int64[S + 1]
-    of the sentences over the stored tokens. alpha: float32[1, 1, N], their importance. entries:
-    [1, H_kv, N, 2 D], keys beside values. window: keys and values [1, H_kv, w, D] of the latest
-    tokens. retrieved: how many of the N a step reads (tau less the window).
+    means: [1, H_kv, S, D], mean key of each sentence's stored tokens (Eq. 1). offsets: int64[1 or
+    H_kv, S + 1] of the sentences over the stored tokens. keys, values: [1, H_kv, N, D] of these,
+    by sentence, and in each the most important first. window: keys and values [1, H_kv, w, D] of
+    the latest tokens. retrieved: how many of the N a step reads (tau less the window).
     """
 
     means: Tensor
     offsets: Tensor
-    alpha: Tensor
-    entries: Tensor
+    keys: Tensor
+    values: Tensor
     window: tuple[Tensor, Tensor]
     retrieved: int
 
 
-def offsets_of_kept(kept: Tensor, offsets: Tensor) -> Tensor:
-    """Sentences over the kept tokens: int64[K] positions -> int64[S' + 1]; empty ones drop out."""
-    before = torch.searchsorted(kept, offsets)
-    return torch.unique_consecutive(before)
+def by_sentence(stored: Tensor, alpha: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Stored tokens int64[L, N], by sentence and in each by falling `alpha` [L, T]; their offsets.
 
-
-class SentencePlan(Plan):
-    """Sentences of the prompt, and where the sentence that is being generated began.
-
-    weights: bool[B, Q], which of the tokens that just came belong to the current sentence;
-    fresh: bool[B], whether it began among them; closed: bool[B], whether it has ended.
+    offsets: int64[S + 1] of the prompt's sentences. Returns int64[L, N] and int64[L, S' + 1],
+    where sentences of which no list has stored a token have dropped out.
     """
-
-    def __init__(self, offsets: list[Tensor], table: Tensor, batch: int) -> None:
-        super().__init__(offsets)
-        self.table = table
-        self.closed = torch.zeros(batch, dtype=torch.bool, device=table.device)
-        self.fresh = self.closed
-        self.weights = self.closed[:, None]
-
-    def advance(self, ids: Tensor, valid: Tensor | None) -> None:
-        ends = self.table[ids]
-        if valid is not None:
-            ends = torch.where(valid, ends, self.closed[:, None])
-        previous = torch.cat([self.closed[:, None], ends[:, :-1]], dim=1)
-        begins = previous & ~ends
-        place = torch.arange(ids.shape[1], device=ids.device)
-        start = torch.where(begins, place, -1).amax(dim=1, keepdim=True)
-        self.weights = place >= start
-        if valid is not None:
-            self.weights = self.weights & valid
-        self.fresh = start[:, 0] >= 0
-        self.closed = ends[:, -1]
-
-    def select_rows(self, rows: Tensor) -> None:
-        self.closed = self.closed.index_select(0, rows.to(self.closed.device))
-
-    @property
-    def nbytes(self) -> int:
-        return storage_bytes(*self.offsets, self.table, self.closed, self.fresh, self.weights)
+    falling = alpha.gather(-1, stored).argsort(dim=-1, descending=True, stable=True)
+    stored = stored.gather(-1, falling)
+    sentence = torch.searchsorted(offsets, stored, right=True)
+    order = sentence.argsort(dim=-1, stable=True)
+    counts = torch.zeros(len(stored), len(offsets) + 1, dtype=torch.int64, device=stored.device)
+    counts.scatter_add_(1, sentence, torch.ones_like(sentence))
+    counts = counts[:, (counts > 0).any(0)]
+    return stored.gather(-1, order), torch.nn.functional.pad(counts.cumsum(-1), (1, 0))
 
 
 class SentenceState(LayerState):
@@ -160,109 +167,80 @@ class SentenceState(LayerState):
 
     def __init__(self, rows: Sequence[SentenceRow], plan: SentencePlan, method: SentenceKV) -> None:
         self.plan, self.method = plan, method
-        self.alpha = stack_padded([row.alpha for row in rows], dim=2, fill=-math.inf)
-        longest = self.alpha.shape[2]
-        # Rows of fewer tokens or sentences end in segments of forbidden tokens.
-        ends = [F.pad(row.offsets[None], (0, 1), value=longest) for row in rows]
-        self.offsets = stack_padded(ends, dim=1, fill=longest)
-        means = [F.pad(row.means, (0, 0, 0, 1)) for row in rows]
-        self.means = stack_padded(means, dim=2)
-        self.stored = [row.alpha.shape[2] for row in rows]
-        self.retrieved = [row.retrieved for row in rows]
-        self.store = TieredStore.ragged([row.entries[0] for row in rows], tier=method.tier)
-        self.hits = HitCache(self.store, max(*self.retrieved, 1))
+        self.means = stack_rows([row.means[0] for row in rows])
+        self.offsets = stack_offsets([row.offsets for row in rows])
+        self.retrieved = [min(row.retrieved, row.keys.shape[2]) for row in rows]
+        self.stored = Offloaded(
+            [(row.keys, row.values) for row in rows],
+            capacity=max(self.retrieved),
+            tier=method.tier,
+        )
         self.exact = KVBuffer.stack([row.window for row in rows])
         self.window = [row.window[0].shape[2] for row in rows]
         self.query_sum: Tensor | None = None
-        self.query_count = self.means.new_zeros(len(rows), dtype=torch.float32)
         self.selected: Tensor | None = None
+        self.history: History[tuple[Tensor | None, Tensor | None]] = History((None, None))
 
     def step(
         self, queries: Tensor, keys: Tensor, values: Tensor, *, valid: Tensor | None, scale: float
     ) -> Tensor:
         self.exact.append(keys, values, valid)
         recent = self.exact.attend(queries, scale=scale)
-        if self.store.shape[2] == 0:
+        query = self._mean_query(queries)
+        if max(self.retrieved) == 0:
             return recent[0]
-        indices = self._retrieve(self._mean_query(queries))
-        rows = self.hits.fetch(indices)
-        dim = keys.shape[-1]
-        found = attention(
-            queries,
-            rows[..., :dim],
-            rows[..., dim:],
-            lengths=(indices >= 0).sum(-1, dtype=torch.int32),
-            scale=scale,
-        )
+        indices = self._retrieve(query)
+        padded = len(set(self.retrieved)) > 1
+        found = self.stored.attend_selected(queries, indices, scale=scale, padded=padded)
         return merge_states([recent, found])[0]
 
     def _mean_query(self, queries: Tensor) -> Tensor:
         """Mean query [B, H_q, D] of the sentence that is being generated, these tokens included."""
-        weights = self.plan.weights.to(torch.float32)
-        total = torch.einsum("bhqd,bq->bhd", queries.float(), weights)
-        count = weights.sum(dim=1)
-        if self.query_sum is not None:
-            carried = (~self.plan.fresh).float()
-            total = total + self.query_sum * carried[:, None, None]
-            count = count + self.query_count * carried
-        self.query_sum, self.query_count = total, count
-        return total / count.clamp(min=1)[:, None, None]
+        batch, heads, _, dim = queries.shape
+        carried = self.query_sum
+        if carried is None:
+            carried = queries.new_zeros(batch, heads * dim, dtype=torch.float32)
+        sums = self.plan.running(queries.transpose(1, 2).flatten(2), carried)
+        self.history.extend((one, self.selected) for one in sums.unbind(1))
+        self.query_sum = sums[:, -1]
+        return (self.query_sum / self.plan.count.clamp(min=1)[:, None]).view(batch, heads, dim)
 
     def _retrieve(self, query: Tensor) -> Tensor:
         """Stored tokens of the most similar sentences, int64[B, H_kv, K], as many as granted."""
-        similarity = segment_scores(query.to(self.means.dtype), self.means, reduce="mean")
-        alpha = self.alpha.expand(-1, similarity.shape[1], -1)
-        indices = top_segments(similarity, alpha, self.offsets, self.retrieved, check=False)
+        similarity = segment_scores(
+            query.to(self.means.dtype), self.means, reduce=self.method.group
+        )
+        indices = fill_segments(similarity, self.offsets, self.retrieved, size=max(self.retrieved))
         if self.method.retrieve == "sentence" and self.selected is not None:
             indices = torch.where(self.plan.closed[:, None, None], indices, self.selected)
         self.selected = indices
+        self.history.states[-1] = (self.query_sum, indices)
         return indices
 
     def entries(self) -> Tensor:
-        attended = [
-            window + min(stored, retrieved)
-            for window, stored, retrieved in zip(
-                self.window, self.stored, self.retrieved, strict=True
-            )
-        ]
+        attended = [w + r for w, r in zip(self.window, self.retrieved, strict=True)]
         return torch.tensor(attended)[:, None].expand(-1, self.means.shape[1])
 
     def nbytes(self) -> dict[str, int]:
-        own = [self.means, self.offsets, self.alpha, self.query_count]
-        own += [t for t in (self.query_sum, self.selected) if t is not None]
-        tiers = {"device": 0, "host": 0, "disk": 0} | self.store.nbytes
-        tiers["device"] += storage_bytes(*own) + self.exact.nbytes + self.hits.nbytes
+        tiers = {"device": 0, "host": 0, "disk": 0} | self.stored.nbytes
+        own = storage_bytes(self.means, self.offsets, *self.history.tensors)
+        tiers["device"] += own + self.exact.nbytes
         return tiers
 
     def crop(self, tokens: int) -> None:
-        raise ValueError(
-            f"SentenceKV cannot crop {tokens} tokens: the mean query of the sentence that is being "
-            "generated cannot be taken back"
-        )
+        self.query_sum, self.selected = self.history.back(tokens)
+        self.exact.crop(tokens)
 
     def select_rows(self, rows: Tensor) -> None:
-        for name in ("means", "offsets", "alpha", "query_sum", "query_count", "selected"):
+        for name in ("means", "offsets", "query_sum", "selected"):
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, tensor.index_select(0, rows))
-        for name in ("stored", "window", "retrieved"):
+        self.history = History((self.query_sum, self.selected))
+        for name in ("window", "retrieved"):
             setattr(self, name, [getattr(self, name)[row] for row in rows.tolist()])
-        self.store.select_rows(rows)
+        self.stored.select_rows(rows)
         self.exact.select_rows(rows)
 
     def traffic(self) -> dict[str, int]:
-        return {
-            "bytes_moved": self.hits.bytes_moved,
-            "hits": self.hits.hits,
-            "misses": self.hits.misses,
-        }
-
-
-def stack_padded(rows: Sequence[Tensor], *, dim: int, fill: float = 0.0) -> Tensor:
-    """Rows [1, ...] of unequal size along `dim` as one tensor, the shorter ones filled up."""
-    longest = max(row.shape[dim] for row in rows)
-    padded = []
-    for row in rows:
-        shape = [*row.shape[:dim], longest - row.shape[dim], *row.shape[dim + 1 :]]
-        padded.append(torch.cat([row, row.new_full(shape, fill)], dim=dim))
-    return torch.cat(padded)
+        return self.stored.traffic()

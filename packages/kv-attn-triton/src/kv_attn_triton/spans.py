@@ -59,7 +59,7 @@ def span_attention(
     checks.check_shape("k_right", k_right, (batch, heads, count, rank, q.shape[3]))
     checks.check_shape("v_left", v_left, (batch, heads, n, max(value_rank, 1)))
     checks.check_shape("v_right", v_right, (batch, heads, count, value_rank, max(value_size, 1)))
-    padded = checks.check_indices(spans, (batch, heads), count, q, name="spans")
+    checks.check_indices(spans, (batch, heads), count, q, name="spans")
     for name, x in (("k_right", k_right), ("v_right", v_right)):
         if x.stride(3) != x.shape[4] and x.shape[3] > 1:
             raise ValueError(
@@ -72,7 +72,7 @@ def span_attention(
     if impl != "auto" and use_triton(impl, q):
         raise ValueError("impl='triton' cannot be met: span_attention has no kernel")
     factors = (k_left, k_right, v_left, v_right)
-    return plain.span_attention(q, *factors, offsets, spans, longest, factor, padded)
+    return plain.span_attention(q, *factors, offsets, spans, longest, factor)
 
 
 def _check_offsets(

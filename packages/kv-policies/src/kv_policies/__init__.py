@@ -3,6 +3,7 @@
 from kv_policies.blocks import adaptive_blocks
 from kv_policies.budgets import head_budgets, pyramid_budgets
 from kv_policies.clusters import greedy_clusters
+from kv_policies.filling import fill_segments
 from kv_policies.merging import Merged, merge
 from kv_policies.segments import top_segments
 from kv_policies.spans import Expansion, expand_spans, select_spans
@@ -17,6 +18,7 @@ __all__ = [
     "Threshold",
     "adaptive_blocks",
     "expand_spans",
+    "fill_segments",
     "greedy_clusters",
     "head_budgets",
     "keep_sinks",

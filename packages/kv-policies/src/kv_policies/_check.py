@@ -7,6 +7,7 @@ wait for a GPU, so callers run them only with `check=True`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +20,16 @@ def integer(name: str, value: int, *, least: int) -> int:
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
     return value
+
+
+def budgets(budget: int | Sequence[int], rows: int) -> list[int]:
+    """`budget` as one int of at least 0 for each of `rows` rows."""
+    if not isinstance(budget, Sequence):
+        return [integer("budget", budget, least=0)] * rows
+    each = [integer("budget", one, least=0) for one in budget]
+    if len(each) != rows:
+        raise ValueError(f"budget must have one entry for each of the {rows} rows, got {each}")
+    return each
 
 
 def real(name: str, value: float, low: float, high: float) -> float:

@@ -50,15 +50,7 @@ def top_segments(
     _check.shape("segment_scores", segment_scores, (None, None, None), "[B, H, S]")
     _check.shape("token_scores", token_scores, (None, None, None), "[B, H, N]")
     _check.same_device("token_scores", token_scores, "segment_scores", segment_scores)
-    if isinstance(budget, Sequence):
-        budgets = [_check.integer("budget", each, least=0) for each in budget]
-        if len(budgets) != segment_scores.shape[0]:
-            raise ValueError(
-                f"budget must have one entry for each of the {segment_scores.shape[0]} rows, "
-                f"got {budgets}"
-            )
-    else:
-        budgets = [_check.integer("budget", budget, least=0)] * segment_scores.shape[0]
+    budgets = _check.budgets(budget, segment_scores.shape[0])
     rank = _check.scores("segment_scores", segment_scores, check=check)
     keys = _check.scores("token_scores", token_scores, check=check)
     b, h, n = keys.shape

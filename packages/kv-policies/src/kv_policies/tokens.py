@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -14,7 +15,7 @@ from kv_policies._select import indices_of, top_mask
 
 def top_tokens(
     scores: Float[Tensor, "B H N"],
-    budget: int,
+    budget: int | Sequence[int],
     *,
     protected: Bool[Tensor, "*rows N"] | None = None,
     check: bool = True,
@@ -23,14 +24,15 @@ def top_tokens(
 
     Args:
         scores: [B, H, N], higher = keep, -inf = never.
-        budget: entries per row and head, at least 0.
+        budget: entries per row and head, at least 0; or one such int for each of the B rows.
         protected: bool, [N] or anything that broadcasts to [B, H, N]: tokens that are kept
             whatever their score, and count in the budget. A score of -inf still forbids them.
         check: also check values, which makes the host wait for a GPU. Without it NaN or too many
             protected tokens give an unspecified selection.
 
     Returns:
-        int64[B, H, K] ascending, -1 padded where fewer than K tokens are allowed. Of equal
+        int64[B, H, K], `K = min(budget, N)` (the largest budget), ascending, -1 padded where fewer
+        than K tokens are granted or allowed. Of equal
         scores the earlier token is kept.
 
     Raises:
@@ -41,13 +43,14 @@ def top_tokens(
     Source: the top-k step of SentenceKV (section 4.1), SnapKV and H2O.
     """
     keys = _check.scores("scores", scores, check=check)
-    budget = _check.integer("budget", budget, least=0)
+    budgets = _check.budgets(budget, keys.shape[0])
     if protected is not None:
-        keys = _protect(keys, protected, budget, check=check)
-    return indices_of(top_mask(keys, budget), min(budget, scores.shape[-1]))
+        keys = _protect(keys, protected, budgets, check=check)
+    most = min(max(budgets, default=0), keys.shape[-1])
+    return indices_of(top_mask(keys, most if len(set(budgets)) <= 1 else budgets), most)
 
 
-def _protect(keys: Tensor, protected: Tensor, budget: int, *, check: bool) -> Tensor:
+def _protect(keys: Tensor, protected: Tensor, budgets: Sequence[int], *, check: bool) -> Tensor:
     if not isinstance(protected, Tensor):
         raise TypeError(f"protected must be a torch.Tensor, got {type(protected).__name__}")
     _check.dtype("protected", protected, torch.bool)
@@ -61,9 +64,11 @@ def _protect(keys: Tensor, protected: Tensor, budget: int, *, check: bool) -> Te
         )
     kept = protected.expand(keys.shape) & (keys > -math.inf)
     if check and kept.numel():
-        most = int(kept.sum(-1).max())
-        if most > budget:
-            raise ValueError(f"protected must hold at most budget = {budget} tokens, got {most}")
+        for budget, most in zip(budgets, kept.sum(-1).amax(-1).tolist(), strict=True):
+            if most > budget:
+                raise ValueError(
+                    f"protected must hold at most budget = {budget} tokens, got {most}"
+                )
     return keys.masked_fill(kept, math.inf)
 
 

@@ -11,7 +11,7 @@ from kv_segment.punkt import sentences
 from kv_segment.split import by_delimiters, by_punctuation
 from kv_segment.surprisal import by_surprisal
 from kv_segment.tracker import SentenceTracker
-from kv_segment.vocabulary import delimiter_table
+from kv_segment.vocabulary import delimiter_table, token_texts
 
 __version__ = "0.1.0"
 
@@ -29,4 +29,5 @@ __all__ = [
     "is_delimiter",
     "segment_ids",
     "sentences",
+    "token_texts",
 ]

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from kv_segment import _check
 from kv_segment.delimiters import compiled_rule
 
 _BATCH = 16384
@@ -37,15 +38,47 @@ def delimiter_table(tokenizer: Any, delimiters: Sequence[str]) -> NDArray[np.boo
     """
     rule = compiled_rule(delimiters)
     size = _vocabulary_size(tokenizer)
-    special = _special_ids(tokenizer)
     table = np.zeros(size, dtype=np.bool_)
-    anchor, prefix = _find_word(tokenizer, size, special)
     for start in range(0, size, _BATCH):
         ids = range(start, min(start + _BATCH, size))
-        texts = _decode(tokenizer, [[*anchor, i] for i in ids])
-        table[start : ids.stop] = [rule(_own_text(text, prefix)) for text in texts]
-    table[[i for i in special if i < size]] = False
+        table[start : ids.stop] = [rule(text) for text in _texts(tokenizer, size, ids)]
     return table
+
+
+def token_texts(tokenizer: Any, ids: ArrayLike) -> list[str]:
+    """What each token adds to decoded text: joined, a text that the tokens cut exactly.
+
+    With the lengths of these texts as spans it is what `sentences` asks for, whether or not the
+    tokenizer can give offsets. A special token adds nothing. Of a character whose bytes are spread
+    over tokens each of these adds U+FFFD.
+
+    Args:
+        tokenizer: as for `delimiter_table`.
+        ids: int[T], each an id of the vocabulary; every id is decoded once.
+
+    Raises:
+        TypeError: `tokenizer` cannot decode, or `ids` does not hold integers.
+        ValueError: `ids` is not of one dimension, or holds an id outside the vocabulary.
+    """
+    tokens = _check.integers("ids", ids)
+    size = _vocabulary_size(tokenizer)
+    unique, place = np.unique(tokens, return_inverse=True)
+    if len(unique) and not 0 <= unique[0] <= unique[-1] < size:
+        wrong = unique[0] if unique[0] < 0 else unique[-1]
+        raise ValueError(f"ids must be within the vocabulary of {size} entries, got {wrong}")
+    texts = _texts(tokenizer, size, unique.tolist())
+    return [texts[i] for i in place.tolist()]
+
+
+def _texts(tokenizer: Any, size: int, ids: Sequence[int]) -> list[str]:
+    """Text of each of `ids` as it stands after a word; none of a special token."""
+    special = _special_ids(tokenizer)
+    anchor, prefix = _find_word(tokenizer, size, special)
+    decoded = _decode(tokenizer, [[*anchor, i] for i in ids])
+    return [
+        "" if i in special else _own_text(text, prefix)
+        for i, text in zip(ids, decoded, strict=True)
+    ]
 
 
 def _own_text(text: str, prefix: str) -> str:

@@ -24,7 +24,7 @@ are cut into pieces, which are attended as if they were heads and merged.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import groupby
 
 import torch
@@ -35,12 +35,11 @@ from ..merge import FLOOR, merge_states
 State = tuple[Tensor, Tensor]
 
 FLASH = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-TILE = 2048  # keys converted to float32 at a time: stays in the L2 cache
+CONVERTED = 1 << 19  # elements per thread converted to float32 at a time: stays in the cache
 SCORES = 1 << 24  # float32 scores held at a time
 LONG = 1 << 18  # float32 elements of one head's keys past which `_matmul` is the faster one
 FEW = 8  # rows up to which that holds
 PIECE = 1024  # entries that are worth a thread of their own
-BLOCK = 1 << 21  # elements per thread of what is gathered and rebuilt at a time
 SQUARE = 64  # causal queries whose own entries are one masked product for the whole group
 
 
@@ -76,17 +75,6 @@ def unpack(state: State, query_heads: int, queries: int) -> State:
     batch, _, _, size = out.shape
     shape = (batch, query_heads, queries)
     return out.reshape(*shape, size), lse.reshape(shape)
-
-
-def blocks(batch: int, heads: int, elements: int) -> Iterator[tuple[slice, slice]]:
-    """Rows and runs of heads that leave each thread about `BLOCK` elements, `elements` per head.
-
-    What one block makes of gathered rows is then found in the cache by the next step of it.
-    """
-    step = torch.get_num_threads() * max(1, BLOCK // max(1, elements))
-    for b in range(batch):
-        for h in range(0, heads, step):
-            yield slice(b, b + 1), slice(h, h + step)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> State:
@@ -195,20 +183,18 @@ def _matmul(
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
     out = q.new_empty(batch, heads, rows, v.shape[3])
     lse = q.new_empty(batch, heads, rows, dtype=torch.float32)
-    tile = n if k.dtype == torch.float32 else TILE
     block = max(1, SCORES // (batch * heads * n))
 
     def times(p: Tensor) -> Tensor:
-        summed = p[..., :tile] @ v[:, :, :tile].float()
-        for i in range(tile, n, tile):
-            summed += p[..., i : i + tile] @ v[:, :, i : i + tile].float()
+        first, *others = tiles(v)
+        summed = p[..., first] @ v[:, :, first].float()
+        for t in others:
+            summed += p[..., t] @ v[:, :, t].float()
         return summed
 
     for start in range(0, rows, block):
         some = q[:, :, start : start + block].float() * scale
-        x = some.new_empty(batch, heads, some.shape[2], n)
-        for i in range(0, n, tile):
-            x[..., i : i + tile] = products(some, k[:, :, i : i + tile])
+        x = products(some, k).contiguous()
         if bias is not None:
             x += bias.unsqueeze(2)
         if queries > 1:
@@ -235,14 +221,27 @@ def weigh(x: Tensor, times: Callable[[Tensor], Tensor]) -> State:
 
 
 def products(rows: Tensor, keys: Tensor) -> Tensor:
-    """float32 rows [.., R, D] times keys [.., n, D] of any dtype: float32[.., R, n].
+    """float32 rows [B, H, R, D] times keys [B, H, n, D] of any dtype: float32[B, H, R, n].
 
     float32 keys come from memory and are read in order by keys times rows, twice as fast as the
     reverse; keys just converted lie in the cache, where the reverse is the faster one.
     """
     if keys.dtype == torch.float32:
-        return (keys @ rows.transpose(-1, -2)).transpose(-1, -2)
-    return rows @ keys.float().transpose(-1, -2)
+        return (keys @ rows.mT).mT
+    x = rows.new_empty(*rows.shape[:3], keys.shape[2])
+    for t in tiles(keys):
+        x[..., t] = rows @ keys[:, :, t].float().mT
+    return x
+
+
+def tiles(x: Tensor) -> list[slice]:
+    """Runs of entries of x [B, H, N, D], one at least, that are converted to float32 at a time."""
+    step = x.shape[2]
+    if x.dtype != torch.float32:
+        each = x.shape[0] * x.shape[1] * x.shape[3]
+        step = torch.get_num_threads() * CONVERTED // max(1, each)
+    step = max(1, step)
+    return [slice(i, i + step) for i in range(0, max(1, x.shape[2]), step)]
 
 
 def folds(x: Tensor) -> bool:

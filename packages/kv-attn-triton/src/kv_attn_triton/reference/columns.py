@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .attention import SCORES, TILE, folds, pack, products
+from .attention import SCORES, folds, pack, products
 
+TILE = 2048  # keys scored at a time
 FULL = torch.finfo(torch.float32).max
 
 
@@ -60,7 +61,7 @@ def highest_shares(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> T
     """
     batch, query_heads, queries, _ = q.shape
     heads, n = k.shape[1], k.shape[2]
-    if queries != 1 or n == 0 or batch * query_heads * n > SCORES or not in_place(k):
+    if queries != 1 or n == 0 or batch * query_heads * n > SCORES or copies(k):
         return column_sums(q, k, mask, scale, False, n).amax(2)
     x = products(pack(q, heads).float() * scale, k).contiguous()
     if mask is not None:
@@ -69,9 +70,9 @@ def highest_shares(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> T
     return x.sub_(lse.unsqueeze(-1)).amax(2)
 
 
-def in_place(k: Tensor) -> bool:
-    """Whether a product over all keys copies none of them: float32, batch and heads one run."""
-    return k.dtype == torch.float32 and folds(k)
+def copies(k: Tensor) -> bool:
+    """Whether a product copies all keys: float32 whose batch and heads are not one run."""
+    return k.dtype == torch.float32 and not folds(k)
 
 
 def silence(lse: Tensor, mask: Tensor | None, own: Tensor | None) -> Tensor:

@@ -1,6 +1,7 @@
 """Attention over keys rebuilt from low-rank factors, in plain torch.
 
-A block of heads at a time is rebuilt, turned and attended, while its keys are in the cache.
+A few tokens of all heads at a time are rebuilt, turned and scored while they are in the cache; the
+values follow in the same way. Neither keys nor picked values are ever held for all tokens.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .attention import State, attend, blocks, pack, unpack
-from .selected import forbid_padding, gather
+from .attention import State, pack, unpack, weigh
+from .selected import gather
+
+ROWS = 1024  # rows per thread that are rebuilt at a time
 
 
 def lowrank_attention(
@@ -27,27 +30,62 @@ def lowrank_attention(
     padded: bool,
 ) -> State:
     """See `kv_attn_triton.lowrank_attention`. Only the picked rows are read and rebuilt."""
-    batch, heads, _, size = right.shape
-    rows = pack(q, heads)
+    batch, heads = right.shape[:2]
+    rows = pack(q, heads).float() * scale
     out = q.new_zeros(batch, heads, rows.shape[2], v.shape[3])
     lse = q.new_full(out.shape[:3], -torch.inf, dtype=torch.float32)
     if left.shape[1] == 0 or indices.numel() == 0:
         return unpack((out, lse), q.shape[1], q.shape[2])
-    for some in blocks(batch, heads, indices.shape[2] * size):
-        b, picked = some[0].start, indices[some]
-        place = (picked.clamp_min(0) if padded else picked)[0]
+    for b in range(batch):
         turn = b if cos.shape[0] > 1 else 0
-        c, s = (per_pair(x[turn], place, interleaved) for x in (cos, sin))
-        keys = rebuild(take(left[b], place), right[b, some[1]], c, s, interleaved).unsqueeze(0)
-        values = v[some] if values_gathered else gather(v[some], picked)
-        bias = None
-        if log_size is not None:
-            bias = gather(log_size[some].unsqueeze(-1), picked).squeeze(-1)
-        if padded:
-            values = values.clone() if values_gathered else values
-            bias = forbid_padding(picked, bias, keys, values)
-        out[some], lse[some] = attend(rows[some], keys, values, bias, scale)
+        tables = (per_pair(cos[turn], interleaved), per_pair(sin[turn], interleaved))
+        factors = (left[b], right[b], *tables, interleaved)
+        bias = None if log_size is None else log_size[b]
+        state = _attend(rows[b], factors, v[b], indices[b], values_gathered, bias, padded)
+        out[b], lse[b] = state
     return unpack((out, lse), q.shape[1], q.shape[2])
+
+
+def _attend(
+    rows: Tensor,
+    factors: tuple[Tensor, Tensor, Tensor, Tensor, bool],
+    v: Tensor,
+    picked: Tensor,
+    values_gathered: bool,
+    log_size: Tensor | None,
+    padded: bool,
+) -> State:
+    """Scaled packed rows float32[H, R, D] of one row of the batch over picked [H, K]."""
+    heads, count = picked.shape
+    place = picked.clamp_min(0) if padded else picked
+    step = max(1, ROWS * torch.get_num_threads() // heads)
+    tiles = [slice(i, i + step) for i in range(0, count, step)]
+
+    scores = rows.new_empty(heads, rows.shape[1], count)
+    for t in tiles:
+        scores[..., t] = rows @ rebuild(place[:, t], *factors).mT
+    if log_size is not None:
+        scores += log_size.gather(1, place).unsqueeze(1)
+    skipped = picked < 0 if padded else None
+    if skipped is not None:
+        scores.masked_fill_(skipped.unsqueeze(1), -torch.inf)
+
+    def times(p: Tensor) -> Tensor:
+        summed = p.new_zeros(heads, p.shape[1], v.shape[2])
+        for t in tiles:
+            values = v[:, t] if values_gathered else gather(v.unsqueeze(0), place[None, :, t])[0]
+            values = values.float()
+            if skipped is not None:  # what -1 fetched may be NaN
+                values = values.masked_fill(skipped[:, t].unsqueeze(-1), 0.0)
+            summed.baddbmm_(p[..., t], values)
+        return summed
+
+    return weigh(scores, times)
+
+
+def per_pair(table: Tensor, interleaved: bool) -> Tensor:
+    """One column per pair of a table [N, Dr]: [N, Dr / 2]."""
+    return table[:, ::2] if interleaved else table[:, : table.shape[1] // 2]
 
 
 def take(x: Tensor, place: Tensor) -> Tensor:
@@ -55,20 +93,20 @@ def take(x: Tensor, place: Tensor) -> Tensor:
     return x.index_select(0, place.reshape(-1)).view(*place.shape, x.shape[1])
 
 
-def per_pair(table: Tensor, place: Tensor, interleaved: bool) -> Tensor:
-    """Rows of a table [N, Dr], one column per pair: [H, K, Dr / 2]."""
-    if interleaved:
-        return take(table, place)[..., ::2]
-    return take(table[:, : table.shape[1] // 2], place)
+def rebuild(
+    place: Tensor, left: Tensor, right: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
+) -> Tensor:
+    """RoPE(left[place] @ right) as float32[H, K, D], rounded to right's dtype after each step.
 
-
-def rebuild(rows: Tensor, right: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """RoPE(rows [H, K, r] @ right [H, r, D]), rounded to right's dtype after each step."""
+    left [N, r], right [H, r, D], tables [N, Dr / 2], place [H, K].
+    """
+    rows = take(left, place)
     # torch multiplies float16 on the CPU many times slower than float32
     half = right.dtype == torch.float16 and right.device.type == "cpu"
-    keys = (torch.bmm(rows.float(), right.float()) if half else torch.bmm(rows, right)).float()
-    rotate(keys, cos, sin, interleaved)
-    return keys.to(right.dtype)
+    keys = torch.bmm(rows.float(), right.float()) if half else torch.bmm(rows, right)
+    turned = keys.to(right.dtype).float()
+    rotate(turned, take(cos, place), take(sin, place), interleaved)
+    return turned if right.dtype == torch.float32 else turned.to(right.dtype).float()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:

@@ -1,0 +1,54 @@
+"""What the next layer would ask for this layer's input: for methods that fetch ahead of time.
+
+The inputs of one layer's attention and of the next one's are much alike, since a layer adds little
+to the residual stream (InfiniGen, section 4.2). So the next layer's attention module is given this
+layer's input and stopped short of attending: its projections, norms and RoPE make the query.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from kv_integration.cache import KVCache
+from kv_integration.layer import CompressedLayer
+
+
+class Lookahead:
+    """A forward pre-hook of an attention module that asks the one after it, `following`."""
+
+    def __init__(self, following: nn.Module) -> None:
+        self.following = following
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        cache = next((x for x in (*kwargs.values(), *args) if isinstance(x, KVCache)), None)
+        if cache is None:
+            return
+        here = cache.layers[int(module.layer_idx)]  # type: ignore[arg-type]
+        after = cache.layers[int(self.following.layer_idx)]  # type: ignore[arg-type]
+        # Layers of two kinds may rotate by unlike angles, and only a decoding step is looked for.
+        if not isinstance(here, CompressedLayer) or not isinstance(after, CompressedLayer):
+            return
+        state = after.state
+        if state is None or not state.looks_ahead or cache.tokens - after.seen != 1:
+            return
+        probe = Probe()
+        without = [None if x is cache else x for x in args]
+        named = {name: None if x is cache else x for name, x in kwargs.items()}
+        self.following.forward(*without, **{**named, "kv_layer": probe})
+        state.expect(probe.queries, scale=probe.scale)
+
+
+class Probe:
+    """Stands in for a cache's layer: notes the queries and attends to nothing."""
+
+    queries: Tensor
+    scale: float
+
+    def attend(
+        self, queries: Tensor, keys: Tensor, values: Tensor, *, scale: float, **unused: object
+    ) -> Tensor:
+        """Zeros [B, H_q, Q, Dv]."""
+        self.queries, self.scale = queries, scale
+        return queries.new_zeros(*queries.shape[:3], values.shape[-1])

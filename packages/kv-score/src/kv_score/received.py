@@ -1,0 +1,89 @@
+"""Attention and what each key receives of it, in one pass over the weights."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float, Float32
+from torch import Tensor
+
+from kv_score._checks import (
+    check_choice,
+    check_device,
+    check_number,
+    check_positive,
+    check_queries_and_keys,
+    check_tensor,
+)
+from kv_score._groups import REDUCTIONS, Reduce, reduce_groups
+
+
+@torch.no_grad()
+def attend_and_accumulate(
+    queries: Float[Tensor, "b h_q n d"],
+    keys: Float[Tensor, "b h_kv t d"],
+    values: Float[Tensor, "b h_kv t e"],
+    *,
+    scale: float | None = None,
+    reduce: Reduce = "none",
+    rows: int = 256,
+) -> tuple[Float[Tensor, "b h_q n e"], Float32[Tensor, "b h_out t"]]:
+    """Causal attention of the last N of T positions, and `accumulated_attention` of the same.
+
+    out_i = sum_j A_ij v_j and s_j = sum_i A_ij, with A built once where attention and then
+    `accumulated_attention` would build it three times. A method that needs the sums of a prompt
+    (H2O) takes its prompt's attention from here.
+
+    Shapes, `scale` and `reduce` as in `accumulated_attention`; `out` has the queries' dtype. Logits
+    and softmax are float32. Holds `rows` rows of A at a time, for one KV head on a CPU and for all
+    of them elsewhere: O(rows * T) numbers each.
+
+    Raises ValueError or TypeError for wrong shapes, dtypes, devices, N > T, `reduce`, `rows`.
+    Source: H2O (Zhang et al. 2023), section 4.
+    """
+    check_queries_and_keys("queries", queries, "keys", keys)
+    check_tensor("values", values, ndim=4)
+    check_device("values", values, keys.device)
+    batch, heads, count, size = queries.shape
+    kv_heads, tokens = keys.shape[1:3]
+    if values.shape[:3] != keys.shape[:3]:
+        raise ValueError(
+            f"values must be those of keys, got {list(values.shape)} for {list(keys.shape)}"
+        )
+    if count > tokens:
+        raise ValueError(
+            f"queries must be those of the last positions of keys, got {count} queries for "
+            f"{tokens} keys"
+        )
+    if scale is not None:
+        check_number("scale", scale)
+    check_choice("reduce", reduce, REDUCTIONS)
+    check_positive("rows", rows)
+    scale, group, width = size**-0.5 if scale is None else scale, heads // kv_heads, values.shape[3]
+    out = queries.new_empty(batch * kv_heads, group, count, width)
+    received = torch.zeros(batch * kv_heads, group, tokens, device=keys.device)
+    lists = [x.flatten(0, 1) for x in (keys, values)]
+    asked = queries.reshape(batch * kv_heads, group, count, size)
+    together = 1 if keys.device.type == "cpu" else batch * kv_heads
+    block = max(min(rows // group, count), 1)
+    future = torch.ones(block, block, dtype=torch.bool, device=keys.device).triu(1)
+    room = torch.empty(together * group * block * tokens, device=keys.device)
+    for first in range(0, batch * kv_heads, together):
+        part = slice(first, first + together)
+        own_keys, own_values = lists[0][part].float().mT, lists[1][part]
+        for start in range(0, count, block):
+            stop = min(start + block, count)
+            new, end = stop - start, tokens - count + stop
+            packed = asked[part, :, start:stop].flatten(1, 2).float() * scale
+            shape = len(packed), group * new, end
+            weights = room[: math.prod(shape)].view(shape)
+            torch.bmm(packed, own_keys[..., :end], out=weights)
+            latest = weights.unflatten(1, (group, new))[..., end - new :]
+            latest.masked_fill_(future[:new, :new], -math.inf)
+            torch.softmax(weights, -1, out=weights)
+            attended = weights.to(values.dtype) @ own_values[:, :end]
+            out[part, :, start:stop] = attended.unflatten(1, (group, new))
+            received[part, :, :end] += weights.unflatten(1, (group, new)).sum(2)
+    scores = reduce_groups(received.unflatten(0, (batch, kv_heads)), reduce)
+    return out.view(batch, heads, count, width), scores

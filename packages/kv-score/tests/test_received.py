@@ -1,0 +1,83 @@
+"""One pass gives what attention and its column sums give, written out in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from common import attention, dtypes, head_shapes, normal, over_heads, peak_bytes, seeds
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_score import attend_and_accumulate
+
+reductions = st.sampled_from(["none", "kv_head", "layer"])
+
+
+@given(
+    head_shapes,
+    st.integers(0, 24),
+    st.integers(0, 24),
+    reductions,
+    dtypes,
+    st.integers(1, 60),
+    seeds,
+)
+def test_both_equal_the_written_out_softmax(shape, tokens, count, reduce, dtype, rows, seed):
+    batch, kv_heads, group = shape
+    count = min(count, tokens)
+    queries = normal(seed, batch, kv_heads * group, count, 4, dtype=dtype) * 2
+    keys = normal(seed + 1, batch, kv_heads, tokens, 4, dtype=dtype) * 2
+    values = normal(seed + 2, batch, kv_heads, tokens, 3, dtype=dtype)
+    out, scores = attend_and_accumulate(queries, keys, values, reduce=reduce, rows=rows)
+    weights = attention(queries, keys)
+    assert out.dtype == dtype and scores.dtype == torch.float32
+    torch.testing.assert_close(
+        scores.double(), over_heads(weights.sum(2), reduce, kv_heads), atol=1e-5, rtol=1e-5
+    )
+    wanted = weights @ values.double().repeat_interleave(group, 1)
+    rounding = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    torch.testing.assert_close(out.double(), wanted, atol=rounding, rtol=rounding)
+
+
+@given(head_shapes, st.integers(1, 24), st.floats(0.05, 8), seeds)
+def test_scale_multiplies_the_queries(shape, tokens, scale, seed):
+    batch, kv_heads, group = shape
+    queries = normal(seed, batch, kv_heads * group, tokens, 4)
+    keys, values = (normal(seed + i, batch, kv_heads, tokens, 4) for i in (1, 2))
+    ours = attend_and_accumulate(queries, keys, values, scale=scale)
+    wanted = attend_and_accumulate(queries * scale, keys, values, scale=1.0)
+    for one, other in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+def test_very_large_logits_stay_finite():
+    queries, keys = normal(0, 1, 2, 9, 4) * 1e4, normal(1, 1, 1, 9, 4) * 1e4
+    out, scores = attend_and_accumulate(queries, keys, keys)
+    assert torch.isfinite(out).all()
+    torch.testing.assert_close(scores.sum(), torch.tensor(18.0))
+
+
+def test_the_whole_matrix_is_never_held():
+    queries, keys = normal(0, 1, 2, 1024, 8), normal(1, 1, 1, 1024, 8)
+    whole = 2 * 1024 * 1024 * 4
+    assert peak_bytes(lambda: attend_and_accumulate(queries, keys, keys, rows=64)) < whole / 5
+
+
+Q, K = torch.zeros(1, 4, 3, 8), torch.zeros(1, 2, 5, 8)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "values", "options", "error", "text"),
+    [
+        (Q, K, K[:, :, 1:], {}, ValueError, "values must be those of keys, got"),
+        (Q, K[:, :, :2], K[:, :, :2], {}, ValueError, "got 3 queries for 2 keys"),
+        (Q, K, "v", {}, TypeError, "values must be a torch.Tensor"),
+        (Q[:, :3], K, K, {}, ValueError, "heads of queries must be a multiple"),
+        (Q, K, K, {"rows": 0}, ValueError, "rows must be"),
+        (Q, K, K, {"reduce": "sum"}, ValueError, "reduce must be"),
+        (Q, K, K, {"scale": "1"}, TypeError, "scale must be"),
+    ],
+)
+def test_errors(plain, queries, keys, values, options, error, text):
+    with pytest.raises(error, match=text):
+        attend_and_accumulate(queries, keys, values, **options)
