@@ -1,4 +1,4 @@
-"""The small model that is shipped inside the package, so that quality is visible without a hub."""
+"""A small model and its router, shipped in the package: quality is visible without a hub."""
 
 from __future__ import annotations
 
@@ -18,3 +18,18 @@ def model_path() -> Path:
             "another model"
         )
     return folder
+
+
+def router_path() -> Path:
+    """File of the embedded model's router for SeKV, for `Router.load`.
+
+    Raises:
+        FileNotFoundError: this installation holds no router.
+    """
+    file = Path(__file__).parent / "router.safetensors"
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"the embedded model's router is missing: no {file}. Install kv-integration again, or "
+            "train one with kv-integration train-router"
+        )
+    return file

@@ -133,8 +133,15 @@ def _register(original: str) -> str:
                 if options.get(option) is not None:
                     raise ValueError(f"{type(module).__name__} asks its attention for {option!r}")
             scale = options.get("scaling") or query.shape[-1] ** -0.5
-            rows = (x[:, :, :-1] for x in (query, key, value))  # without the one for RoPE
-            call = Call(number, *rows, scale, options.get("sliding_window"))
+            one_less = slice(None, -1)  # the last row came for RoPE alone
+            call = Call(
+                number,
+                query[:, :, one_less],
+                key[:, :, one_less],
+                value[:, :, one_less],
+                scale,
+                options.get("sliding_window"),
+            )
             with torch.autocast(query.device.type, enabled=False):
                 out = nn.functional.pad(attend(call), (0, 0, 0, 1))
             return out.to(query.dtype).transpose(1, 2), None

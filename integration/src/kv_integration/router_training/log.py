@@ -6,8 +6,16 @@ import csv
 from pathlib import Path
 
 LOSSES = ("distill", "zoom", "recon", "budget")
-COLUMNS = ("step", "length", "learning_rate", "cost_weight", "loss", *LOSSES)
-COLUMNS += ("expanded", "rank", "threshold", "validation")
+TITLES = (
+    "KL to full KV (nats)",
+    "zoom: weighted cross-entropy",
+    "relative error of the span bases",
+    "expansions and rank",
+)
+COLUMNS = (
+    *("step", "length", "learning_rate", "cost_weight", "loss", *LOSSES),
+    *("expanded", "rank", "threshold", "validation"),
+)
 
 
 class Log:
@@ -47,9 +55,7 @@ def plot(log: Path, path: Path) -> None:
     steps = [int(row["step"]) for row in rows]
     figure = Figure(figsize=(10, 5.5), layout="constrained")
     FigureCanvasAgg(figure)
-    titles = ("KL to full KV (nats)", "zoom: weighted cross-entropy")
-    titles += ("relative error of the span bases", "expansions and rank")
-    for axes, name, title in zip(figure.subplots(2, 2).flat, LOSSES, titles, strict=True):
+    for axes, name, title in zip(figure.subplots(2, 2).flat, LOSSES, TITLES, strict=True):
         values = [float(row[name]) for row in rows]
         axes.plot(steps, values, color="#a9c9e8", linewidth=0.7)
         axes.plot(steps, smooth(values), color="#2b6cb0", linewidth=1.5)

@@ -21,11 +21,10 @@ from kv_integration.router_training.interrupt import interrupt_noted
 from kv_integration.router_training.log import Log
 from kv_integration.router_training.losses import Losses
 from kv_integration.router_training.settings import Training
-from kv_integration.router_training.texts import Texts, TextTooShortError, draws
+from kv_integration.router_training.texts import Texts, draws
 from kv_integration.router_training.window import window_losses
 
 CHECKPOINT, LOG = "checkpoint.safetensors", "log.csv"
-TRIES = 8  # windows without a single span before training gives up
 VALIDATION = 1 << 31  # stands for the step where held-out windows are drawn
 
 
@@ -60,10 +59,10 @@ def train_router(
         The router, on the model's device, not in training mode.
 
     Raises:
-        TextTooShortError: no text is long enough, or none has spans outside the window.
+        TextTooShortError: no text is as long as the longest window.
         DivergedError: a loss or gradient is not finite; the last checkpoint is kept.
-        ValueError: the model's attention is not supported, windows are longer than its positions,
-            or `folder` holds a run with other settings or texts.
+        ValueError: the model's attention is not supported, windows are longer than its positions
+            or too short for their budgets, or `folder` holds a run with other settings or texts.
         KeyboardInterrupt: Ctrl-C; the step that ran is finished and saved first.
     """
     settings = Training() if settings is None else settings
@@ -75,7 +74,11 @@ def train_router(
         "texts": corpus.digest(),
         "held_out": kept_back.digest() if kept_back else None,
     }
-    router = Router.for_model(model, routing_dim=settings.routing_dim, max_rank=settings.max_rank)
+    with torch.random.fork_rng():
+        torch.manual_seed(settings.seed)
+        router = Router.for_model(
+            model, routing_dim=settings.routing_dim, max_rank=settings.max_rank
+        )
     run = Run(router, make_optimizer(router, settings))
     saved = None if folder is None else folder / CHECKPOINT
     with frozen(model), taken_over(model), interrupt_noted() as interrupted:
@@ -157,17 +160,10 @@ def drawn_losses(
     step: int,
     index: int,
 ) -> Losses:
-    """Losses of the first window drawn that has spans to compress."""
+    """Losses of the window that `step` and `index` draw."""
     rng = draws(settings, step, index)
-    for _ in range(TRIES):
-        ids = corpus.window(length, rng).to(model.device)
-        losses = window_losses(model, router, ids, settings, rng)
-        if losses is not None:
-            return losses
-    raise TextTooShortError(
-        f"{TRIES} windows of {length} tokens held no span of at least {settings.min_length} tokens "
-        "before the local window: the texts are too short to train on, or min_length too large"
-    )
+    ids = corpus.window(length, rng).to(model.device)
+    return window_losses(model, router, ids, settings, rng)
 
 
 @torch.no_grad()

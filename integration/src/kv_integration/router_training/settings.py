@@ -103,7 +103,7 @@ class Training:
             chunk_size=self.min_length,
             anchors=anchors,
             weights="surprisal",
-            fit=True,
+            fit=0.5,
         )
 
     def length(self, step: int) -> int:
@@ -128,16 +128,12 @@ class Training:
         return {name: list(v) if isinstance(v, tuple) else v for name, v in values}
 
 
-COUNTS = ("steps", "batch", "checkpoint_every", "validate_every", "patience", "min_length")
-COUNTS += ("window", "candidates", "mined")
+COUNTS = (
+    *("steps", "batch", "checkpoint_every", "validate_every", "patience"),
+    *("min_length", "window", "candidates", "mined"),
+)
 SHARES = ("warmup", "absorbed", "far_mass", "coverage")
 NOT_NEGATIVE = (
-    "learning_rate",
-    "alpha",
-    "sinks",
-    "weight_decay",
-    "clip",
-    "random",
-    "positive_weight",
+    *("learning_rate", "weight_decay", "clip", "alpha", "sinks", "random", "positive_weight"),
+    *("zoom_weight", "recon_weight", "budget_weight", "rank_cost"),
 )
-NOT_NEGATIVE += ("zoom_weight", "recon_weight", "budget_weight", "rank_cost")

@@ -88,9 +88,14 @@ class LayerSpans(NamedTuple):
 def layer_spans(keys: Tensor, values: Tensor, text: TextSpans, max_rank: int) -> LayerSpans:
     """What a layer holds of its keys and values [H_kv, T, D]: Eqs. 3 and 6, without gates."""
     spans = text.spans
-    inside = [x[None, :, spans.tokens].float() for x in (keys, values)]
-    means = [segment_mean(x, spans.offsets, spans.weights[None, None])[0] for x in inside]
-    return LayerSpans(*means, *(span_svd(x, spans.offsets, max_rank) for x in inside))
+    keys, values = (x[None, :, spans.tokens].float() for x in (keys, values))
+    weights = spans.weights[None, None]
+    return LayerSpans(
+        segment_mean(keys, spans.offsets, weights)[0],
+        segment_mean(values, spans.offsets, weights)[0],
+        span_svd(keys, spans.offsets, max_rank),
+        span_svd(values, spans.offsets, max_rank),
+    )
 
 
 def rebuild(factors: SpanFactors, gates: Tensor, text: TextSpans) -> Tensor:

@@ -63,9 +63,9 @@ class MixedRows:
         gone = self.compressed[:, text.span_of.clamp_min(0)] & (text.span_of >= 0)
         exact = exact.masked_fill(gone, -math.inf)
 
-        # The part of a KV head that is expanded: wherever any of its query heads asks for it.
+        # A KV head expands what any of its query heads asks for; heads that agree share a gradient.
         zoom = routed.zoom.unflatten(0, query.shape[:2])
-        share = 1 - (1 - zoom).prod(1, keepdim=True)  # [H_kv, 1, N, S]
+        share = zoom.amax(1, keepdim=True)  # [H_kv, 1, N, S]
         keys, values = (
             rebuild(factors, gates, text)
             for factors, gates in zip((memory.keys, memory.values), routed.gates, strict=True)
@@ -81,22 +81,19 @@ class MixedRows:
             (exact, torch.ones_like(exact), self.recording.values[call.layer].float()),
             (fine, fine_share, values),
             (coarse, coarse_share, memory.mean_values),
-            (own, torch.ones_like(own), None),
         )
         # One softmax: the largest attended score is the reference, and an entry's share (0 or 1
         # going forward) multiplies its exponential, so that a gradient tells what it would add.
-        with torch.no_grad():
-            top = torch.cat(
-                [s.masked_fill(w <= 0, -math.inf).amax(-1, keepdim=True) for s, w, _ in parts], -1
-            ).amax(-1, keepdim=True)
-        total, out = 0.0, 0.0
+        top = own.detach()
+        for scores, weight, _ in parts:
+            attended = scores.detach().masked_fill(weight <= 0, -math.inf)
+            top = torch.maximum(top, attended.amax(-1, keepdim=True))
+        total = (own - top).exp()
+        out = total * own_values(call)
         for scores, weight, part in parts:
             power = (scores - top).clamp_max(CLAMP).exp() * weight
             total = total + power.sum(-1, keepdim=True)
-            if part is None:
-                out = out + power * own_values(call)
-            else:
-                out = out + (power.flatten(1, 2) @ part).unflatten(1, power.shape[1:3])
+            out = out + (power.flatten(1, 2) @ part).unflatten(1, power.shape[1:3])
         return (out / total).flatten(0, 1)[None]
 
 

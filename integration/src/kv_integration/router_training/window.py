@@ -23,8 +23,8 @@ def window_losses(
     ids: Tensor,
     settings: Training,
     rng: np.random.Generator,
-) -> Losses | None:
-    """Losses of a window of text, int64[T]; None where it has no span to compress.
+) -> Losses:
+    """Losses of a window of text, int64[T].
 
     The teacher runs the whole window once, and once more at candidate positions, where its
     attention to the spans is read. The student runs at the mined positions and at random ones:
@@ -37,8 +37,6 @@ def window_losses(
         spans = settings.segmentation(anchors=anchors).spans(recording.surprisal, granted)
         text, window = TextSpans.of(spans, len(ids)), split_window(granted, settings.window)[0]
         rows = candidate_rows(text, len(ids), window, settings.candidates, rng)
-        if not len(rows):
-            return None
         compressed = text.compressed(rows, window)
         with torch.no_grad():
             teacher = ExactRows(recording, rows, text)
@@ -63,9 +61,10 @@ def window_losses(
 def candidate_rows(
     text: TextSpans, tokens: int, window: int, count: int, rng: np.random.Generator
 ) -> Tensor:
-    """At most `count` positions drawn from those with a compressed span, ascending."""
-    if not text.count or int(text.stop[0]) + window > tokens:
-        return text.stop[:0]
+    """At most `count` positions drawn from those with a compressed span, ascending.
+
+    There always is one: a budget below the whole text leaves a span before the last window.
+    """
     able = np.arange(int(text.stop[0]) + window - 1, tokens)
     drawn = np.sort(rng.choice(able, size=min(count, len(able)), replace=False))
     return torch.from_numpy(drawn).to(text.stop.device)
