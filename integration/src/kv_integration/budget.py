@@ -40,7 +40,7 @@ def split_window(budget: int, window: int) -> tuple[int, int]:
     The window gets its whole size while that is at most a quarter of the budget, else a quarter.
     Its queries look at what stands just before them more than at anything else, so a window that
     reaches beyond the question draws the selection to itself: with half of a small budget what is
-    asked for is lost (`benchmarks/results/sweep`). The papers' own windows are a quarter or less.
+    asked for is lost (`benchmarks/results/sweep`).
 
     Returns:
         `(window, selected)`, which sum to `budget`.

@@ -38,6 +38,7 @@ class Packer:
         self.tensors: dict[str, Tensor] = {}
         self._known = {id(value): name for name, value in known.items()}
         self._numbers: dict[int, int] = {}
+        self._alive: list[object] = []  # so that no id is given away while it counts
 
     def pack(self, value: Any, path: str) -> Any:
         """The node of `value`, which is found at `path`.
@@ -71,6 +72,7 @@ class Packer:
             return {"function": name}
         kind, fields = _parts(value, path)
         number = self._numbers[id(value)] = len(self._numbers)
+        self._alive.append(value)
         own = {name: self.pack(part, f"{path}.{name}") for name, part in fields.items()}
         return {"class": kind, "number": number, "fields": own}
 
