@@ -48,8 +48,10 @@ class Attached:
         self._original = model.config._attn_implementation
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
-        wrapped = [(model, name, wrapper) for name, wrapper in WRAPPED.items()]
-        wrapped.append((decoder, "forward", functools.partial(_in_two, decoder)))
+        wrapped: list[tuple[nn.Module, str, Callable[..., Any]]] = [
+            *((model, name, wrapper) for name, wrapper in WRAPPED.items()),
+            (decoder, "forward", functools.partial(_in_two, decoder)),
+        ]
         self._own = [(module, name, module.__dict__.get(name)) for module, name, _ in wrapped]
         name = register(self._original)
         try:
@@ -293,9 +295,9 @@ def _in_two(decoder: nn.Module, forward: Callable[..., Any]) -> Callable[..., An
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         cache = _cache_in(args, kwargs)
-        ids = args[0] if args else kwargs.get("input_ids")
-        if cache is None or _active.get() is cache or not isinstance(ids, Tensor):
+        if cache is None or _active.get() is cache:
             return forward(*args, **kwargs)
+        ids: Tensor = args[0] if args else kwargs["input_ids"]
         new = ids.shape[1]
         cut = cache.cut(new)
         mask, seen = kwargs.get("attention_mask"), cache.tokens
@@ -303,8 +305,8 @@ def _in_two(decoder: nn.Module, forward: Callable[..., Any]) -> Callable[..., An
         def part(x: Any, columns: slice) -> Any:
             if not isinstance(x, Tensor) or x.is_floating_point():
                 return x
-            if x is mask:
-                return x[:, : seen + cut] if columns.stop else x
+            if mask is not None and x is mask:
+                return mask[:, : seen + columns.stop]
             return x[..., columns] if x.shape[-1] == new else x
 
         outputs = [
@@ -312,7 +314,7 @@ def _in_two(decoder: nn.Module, forward: Callable[..., Any]) -> Callable[..., An
                 *(part(x, columns) for x in args),
                 **{name: part(x, columns) for name, x in kwargs.items()},
             )
-            for columns in (slice(0, cut), slice(cut, None))
+            for columns in (slice(0, cut), slice(cut, new))
         ]
         return _joined(*outputs)
 

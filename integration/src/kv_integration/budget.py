@@ -5,6 +5,14 @@ from __future__ import annotations
 import math
 
 
+class BudgetTooSmallError(ValueError):
+    """A budget is less than what a method must attend of this prompt; `least` would do."""
+
+    def __init__(self, text: str, *, least: int) -> None:
+        super().__init__(text)
+        self.least = least
+
+
 def check_budget(budget: int | float) -> None:
     """Raise unless `budget` is a positive number of entries or a share of the prompt in (0, 1].
 

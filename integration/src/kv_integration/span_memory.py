@@ -58,6 +58,8 @@ class SpanMemory(LayerState):
         room = torch.tensor(self.room, device=device)[:, None]
         # A span that never fits must not stand in the way of those that do.
         self.bias = self.log_size.masked_fill(self.cost > room, -math.inf)
+        fitting = self.sizes.masked_fill(self.cost > room, 0)
+        self.longest = int(fitting.max()) if fitting.numel() else 0
         held = [row.factors for row in rows if row.factors is not None]
         self.store = SpanStore(held, tier=tier, device=device) if held else None
         # Span s of KV head h is number first + h * stride + s in the store.
@@ -121,8 +123,7 @@ class SpanMemory(LayerState):
             head = torch.arange(heads, device=chosen.device)[:, None]
             numbers = each(self.first) + head * each(self.stride) + chosen
             slots = self.store.fetch(numbers.masked_fill_(chosen < 0, -1))
-            longest = int(self._of(each(self.sizes), chosen).max())
-            parts.append(self.store.attend(rows, slots, longest=longest, scale=scale))
+            parts.append(self.store.attend(rows, slots, longest=self.longest, scale=scale))
         out, lse = merge_states(parts)
         out = out.view(batch, count, -1, out.shape[-1]).transpose(1, 2)
         return out, lse.view(batch, count, -1).transpose(1, 2)

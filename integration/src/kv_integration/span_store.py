@@ -42,15 +42,13 @@ class SpanStore:
         tier: Literal["host", "disk"],
         device: torch.device,
     ) -> None:
-        pairs = [(_records(keys), _records(values)) for keys, values in rows]
-        self.records = RecordStore(
-            [torch.cat(pair) for k, v in pairs for pair in zip(k, v, strict=True)],
-            tier=tier,
-            device=device,
-        )
+        parts = [part for keys, values in rows for part in _parts(keys, values)]
+        sizes = [sum(x.numel() for x in part) for part in parts]
+        numbers = torch.cat([x.flatten() for part in parts for x in part])
+        self.records = RecordStore(numbers, sizes, tier=tier, device=device)
         like = rows[0]
         self.widths = [packed.right.shape[-1] for packed in like]
-        self.rank = [max(row[i].rank for row in rows) for i in (0, 1)]
+        self.rank = [max(1, *(row[i].rank for row in rows)) for i in (0, 1)]
         # Beside each record on the host: its tokens, and its ranks in keys and values.
         self.lengths = _table([keys.lengths for keys, _ in rows])
         self.ranks = [_table([row[i].ranks for row in rows]) for i in (0, 1)]
@@ -85,9 +83,7 @@ class SpanStore:
     ) -> tuple[Tensor, Tensor]:
         """Attention over the spans in `slots` [B, H_kv, E], -1 for none: `(out, lse)`."""
         batch, heads = slots.shape[:2]
-        k_left, k_right, v_left, v_right = (
-            x.expand(batch, heads, *x.shape) for x in self.factors
-        )
+        k_left, k_right, v_left, v_right = (x.expand(batch, heads, *x.shape) for x in self.factors)
         return span_attention(
             queries, k_left, k_right, v_left, v_right, self.offsets, slots,
             longest=longest, scale=scale,
@@ -164,15 +160,14 @@ class SpanStore:
         return come, lengths
 
 
-def _records(packed: PackedSpans) -> list[Tensor]:
-    """U, sigma and V^T of each span [B, H, S] as one list of numbers."""
-    ranks, lengths = packed.ranks.flatten(), packed.lengths.flatten()
-    left = packed.left.split((ranks * lengths).tolist())
-    sigma = packed.sigma.split(ranks.tolist())
-    right = packed.right.split(ranks.tolist())
-    return [
-        torch.cat([u, s, vh.flatten()]) for u, s, vh in zip(left, sigma, right, strict=True)
-    ]
+def _parts(*both: PackedSpans) -> list[tuple[Tensor, ...]]:
+    """Of each span [B, H, S]: U, sigma and V^T of its keys, then of its values; views."""
+    parts = []
+    for packed in both:
+        ranks, sizes = packed.ranks.flatten(), (packed.ranks * packed.lengths).flatten()
+        parts.append(packed.left.split(sizes.tolist()))
+        parts += [x.split(ranks.tolist()) for x in (packed.sigma, packed.right)]
+    return list(zip(*parts, strict=True))
 
 
 def _table(parts: Sequence[Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kv_integration.budget import split_window
+from kv_integration.budget import BudgetTooSmallError, split_window
 from kv_offload import storage_bytes
 from kv_segment import by_surprisal, fixed
 
@@ -54,13 +54,13 @@ class Segmentation:
     chunk_size: int
     anchors: bool
     weights: Literal["surprisal", "uniform"]
-    fit: bool
+    fit: float | None
 
     def check(self, tokens: int, granted: int) -> None:
         """Raise if `granted` entries cannot hold what is attended even without any anchor.
 
         Raises:
-            ValueError: with the least budget that a prompt of so many tokens needs.
+            BudgetTooSmallError: with the least budget that a prompt of so many tokens needs.
         """
         if tokens > granted:
             self._refuse(np.zeros(tokens, dtype=np.bool_), granted)
@@ -69,7 +69,7 @@ class Segmentation:
         """Cut a prompt of surprisal float32[T] for steps of `granted` entries.
 
         Raises:
-            ValueError: what is always attended is more than `granted`; with the least budget.
+            BudgetTooSmallError: what is always attended is more than `granted`.
         """
         h = surprisal.cpu().numpy()
         tokens, device = len(h), surprisal.device
@@ -78,8 +78,8 @@ class Segmentation:
             return _as_spans(every, none, np.zeros(1, dtype=np.int64), h, 0, device)
         body, limit = self._body(tokens, granted)
         boundaries = by_surprisal(h, self.alpha, 1)[1]
-        if self.fit and self.kind == "surprisal":
-            boundaries[body] = self._fitted(h[body], boundaries[body], limit - limit // 2)
+        if self.fit is not None and self.kind == "surprisal":
+            boundaries[body] = self._fitted(h[body], boundaries[body], int(self.fit * limit))
         self._refuse(boundaries, granted)
         offsets, kept = self._cut(boundaries[body])
         lengths = np.diff(offsets)
@@ -152,15 +152,21 @@ class Segmentation:
         least = self._least(boundaries, granted)
         if least <= granted:
             return
-        # The window is at most half of a budget, so that it may grow with it.
         tokens = len(boundaries)
-        wanted = bisect_left(
-            range(tokens), True, granted, key=lambda b: self._least(boundaries, b) <= b
-        )
-        raise ValueError(
+
+        def holds(budget: int) -> bool:
+            return self._least(boundaries, budget) <= budget
+
+        # The window grows with the budget, so what is attended does, too: by less, but for a short
+        # run that comes and goes at the window's edge.
+        wanted = bisect_left(range(tokens), True, granted, key=holds)
+        near = range(max(granted, wanted - 2 * self.min_length), wanted)
+        wanted = next((budget for budget in near if holds(budget)), wanted)
+        raise BudgetTooSmallError(
             f"budget grants {granted} entries of this prompt of {tokens} tokens, but {least} are "
             "always attended (sinks, anchors, short spans, window and one entry per span): SeKV "
-            f"needs a budget of at least {wanted} here, or a smaller window, or longer spans"
+            f"needs a budget of at least {wanted} here, or a smaller window, or longer spans",
+            least=wanted,
         )
 
 

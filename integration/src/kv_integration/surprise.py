@@ -69,9 +69,14 @@ class PromptSurprisal:
         came = (hidden.detach(), ids, valid)
         seen = came
         if self._last is not None:
-            seen = tuple(torch.cat(pair, 1) for pair in zip(self._last, came, strict=True))
+            before, id_before, valid_before = self._last
+            seen = (
+                torch.cat([before, came[0]], 1),
+                torch.cat([id_before, ids], 1),
+                torch.cat([valid_before, valid], 1),
+            )
         self._parts.append((self.head.surprisal(*seen)[:, -ids.shape[1] :], valid))
-        self._last = tuple(x[:, -1:].clone() for x in came)
+        self._last = (came[0][:, -1:].clone(), ids[:, -1:].clone(), valid[:, -1:].clone())
 
     def rows(self) -> list[Tensor]:
         """float32[T_b] of each row, without padding; 0 for its first token."""

@@ -15,33 +15,33 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.in
 
 @st.composite
 def record_lists(draw):
-    dtype, sizes = draw(dtypes), draw(st.lists(st.integers(0, 9), min_size=1, max_size=8))
+    dtype, sizes = draw(dtypes), draw(st.lists(st.integers(0, 9), max_size=8))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
-    return [(100 * torch.rand(n, generator=generator)).to(dtype) for n in sizes]
+    return (100 * torch.rand(sum(sizes), generator=generator)).to(dtype), sizes
 
 
 @given(record_lists(), tiers, st.data())
 def test_a_record_comes_back_bit_for_bit(records, tier, data):
-    ids = data.draw(st.lists(st.integers(0, len(records) - 1), max_size=12))
-    wanted = [record.clone() for record in records]
-    with RecordStore(records, tier=tier) as store:
-        for record in records:
-            record.zero_()  # the store has its own
-        assert len(store) == len(records)
+    numbers, sizes = records
+    wanted = numbers.clone().split(sizes)
+    ids = data.draw(st.lists(st.integers(0, len(sizes) - 1), max_size=12)) if sizes else []
+    with RecordStore(numbers, sizes, tier=tier) as store:
+        numbers.zero_()  # the store has its own
+        assert len(store) == len(sizes)
         for got, i in zip(store.read(ids), ids, strict=True):
             assert same_bits(got, wanted[i])
 
 
 @given(record_lists(), tiers)
 def test_bytes_are_those_of_the_numbers(records, tier):
-    wanted = sum(record.numel() * record.element_size() for record in records)
-    with RecordStore(records, tier=tier) as store:
+    wanted = records[0].numel() * records[0].element_size()
+    with RecordStore(*records, tier=tier) as store:
         assert (store.tier, store.dtype) == (tier, records[0].dtype)
         assert store.nbytes == {name: wanted * (name == tier) for name in store.nbytes}
 
 
 def test_a_closed_store_says_so_and_its_file_is_gone(tmp_path):
-    store = RecordStore([torch.ones(3)], tier="disk", path=tmp_path / "records")
+    store = RecordStore(torch.ones(3), [3], tier="disk", path=tmp_path / "records")
     assert list(tmp_path.iterdir())
     store.close()
     store.close()
@@ -51,21 +51,23 @@ def test_a_closed_store_says_so_and_its_file_is_gone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("records", "error", "text"),
+    ("numbers", "lengths", "error", "text"),
     [
-        ([], ValueError, "records is empty"),
-        ([torch.ones(2), torch.ones(1, 2)], ValueError, r"records\[1\] has shape \(1, 2\)"),
-        ([torch.ones(2), torch.ones(2).half()], TypeError, r"records\[1\] has dtype torch.float16"),
-        ([torch.ones(2), [1.0]], TypeError, r"records\[1\] is \[1.0\], wanted a tensor"),
+        ([1.0], [1], TypeError, r"numbers is \[1.0\], wanted a tensor"),
+        (torch.ones(1, 2), [2], ValueError, r"numbers has shape \(1, 2\), wanted \[N\]"),
+        (torch.ones(3), [2], ValueError, "lengths sums to 2, wanted the 3 of numbers"),
+        (torch.ones(3), [4, -1], ValueError, "lengths has -1, wanted at least 0"),
+        (torch.ones(3), [3], ValueError, "tier"),
     ],
 )
-def test_what_is_no_list_of_records_is_refused(records, error, text):
+def test_what_is_no_list_of_records_is_refused(plain, numbers, lengths, error, text):
+    tier = "cloud" if text == "tier" else "host"
     with pytest.raises(error, match=text):
-        RecordStore(records)
+        plain.RecordStore(numbers, lengths, tier=tier)
 
 
 @pytest.mark.parametrize("wrong", [-1, 2])
 def test_an_id_out_of_range_is_refused(wrong):
-    store = RecordStore([torch.ones(3), torch.ones(1)])
+    store = RecordStore(torch.ones(4), [3, 1])
     with pytest.raises(IndexError, match=f"record {wrong}, wanted 0 to 1"):
         store.read([0, wrong])

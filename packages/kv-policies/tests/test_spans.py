@@ -79,9 +79,7 @@ def test_selected_spans_are_the_expanded_ones_best_first(case: Case, data: st.Da
         threshold = threshold.expand(b, -1)
     budgets = [data.draw(st.integers(0, 16)) for _ in range(b)]
     budget = data.draw(st.sampled_from([budgets, budgets[0]]))
-    got = kp.select_spans(
-        gates, threshold, offsets.diff(dim=-1), budget, kv_heads=case["kv_heads"]
-    )
+    got = kp.select_spans(gates, threshold, offsets.diff(dim=-1), budget, kv_heads=case["kv_heads"])
     most = 0
     for i in range(b):
         for j in range(case["kv_heads"]):
@@ -118,9 +116,7 @@ def test_selected_spans_are_the_expanded_ones_best_first(case: Case, data: st.Da
         ({"threshold": torch.zeros(2, 2)}, ValueError, r"threshold must have shape \[B, H_q\]"),
     ],
 )
-def test_wrong_selections_are_refused(
-    unchecked: None, options: Any, error: Any, text: str
-) -> None:
+def test_wrong_selections_are_refused(unchecked: None, options: Any, error: Any, text: str) -> None:
     case = {"threshold": 0.5, "cost": torch.ones(4).long(), "budget": 2, "kv_heads": 1}
     with pytest.raises(error, match=text):
         kp.select_spans(torch.zeros(1, 2, 4), **case | options)

@@ -54,10 +54,10 @@ class SeKV(Method):
             is the `quantile` of the scores that the prompt's last queries give its spans.
         quantile: see `router`; in [0, 1), 0 expands as many spans as the budget allows.
         threshold: one tau in [0, 1] for all heads, in place of the router's or the quantile's.
-        fit: raise alpha where anchors, short spans and span means would take more than half of
-            what the window leaves of the budget. With alpha = 1 they are most of a text (a sixth
-            are anchors, a few tokens apart), and no budget of 10% could hold them. False takes
-            alpha to the letter, and what does not fit is an error.
+        fit: raise alpha where anchors, short spans and span means would take more than this share
+            of what the window leaves of the budget; the rest is for expanded tokens. With alpha =
+            1 they are most of a text (a sixth are anchors, a few tokens apart), which no budget of
+            10% can hold. None takes alpha to the letter, and what does not fit is an error.
         sinks: first tokens, always kept as they are, since nothing predicts the first one, and
             attention rests on it in many models. 0 for the paper's letter.
         segmentation: `surprisal`, or for ablation `fixed` runs of `chunk_size` tokens.
@@ -83,7 +83,7 @@ class SeKV(Method):
     router: Router | None = None
     quantile: float = 0.5
     threshold: float | None = None
-    fit: bool = True
+    fit: float | None = 0.5
     sinks: int = 4
     segmentation: Literal["surprisal", "fixed"] = "surprisal"
     chunk_size: int = 32
@@ -115,6 +115,8 @@ class SeKV(Method):
             raise ValueError(
                 f"chunk_size must be at least min_length {self.min_length}, got {self.chunk_size}"
             )
+        if self.fit is not None and (isinstance(self.fit, bool) or not 0 <= self.fit <= 1):
+            raise ValueError(f"fit must be in [0, 1] or None, got {self.fit}")
         if not 0 <= self.quantile < 1:
             raise ValueError(f"quantile must be in [0, 1), got {self.quantile}")
         if self.threshold is not None and not 0 <= self.threshold <= 1:
@@ -144,7 +146,7 @@ class SeKV(Method):
         plan = SpanPlan(self)
         for row in ids:
             granted = budget_entries(self.budget, len(row))
-            if self.fit or self.segmentation == "fixed":
+            if self.fit is not None or self.segmentation == "fixed":
                 plan.segmentation.check(len(row), granted)
         return plan
 
@@ -189,10 +191,13 @@ class SeKV(Method):
             threshold = torch.full((1, heads), -math.inf, device=keys.device)
         else:
             router = self.router
-            made, model = (router.layers, router.query_heads, router.head_dim), (
-                row.layers,
-                heads,
-                size,
+            made, model = (
+                (router.layers, router.query_heads, router.head_dim),
+                (
+                    row.layers,
+                    heads,
+                    size,
+                ),
             )
             if made != model:
                 raise ValueError(
@@ -244,8 +249,7 @@ class SpanPlan(Plan):
 
     def finish(self, surprisal: Sequence[Tensor]) -> None:
         self.spans = [
-            self.segmentation.spans(row, budget_entries(self.budget, len(row)))
-            for row in surprisal
+            self.segmentation.spans(row, budget_entries(self.budget, len(row))) for row in surprisal
         ]
 
     def select_rows(self, rows: Tensor) -> None:

@@ -103,7 +103,7 @@ class Training:
             chunk_size=self.min_length,
             anchors=anchors,
             weights="surprisal",
-            fit=True,
+            fit=0.5,
         )
 
     def length(self, step: int) -> int:

@@ -23,42 +23,40 @@ class RecordStore:
     `TieredStore`.
 
     Args:
-        records: 1-dimensional tensors of one dtype and device, any of them empty. They are copied
-            into one block, bit for bit.
+        numbers: `[N]`, all records one after the other. Copied, bit for bit.
+        lengths: of each record, at least 0; their sum is N.
         tier: where they are held.
-        device: where `TieredStore` would send rows; for tier `device` where the records lie. The
-            records' own by default.
+        device: where the records lie on tier `device`; that of `numbers` by default.
         path: name of the file while the tier is `disk`; it must not exist.
 
     Raises:
-        TypeError: a record is no tensor, or has another dtype than the first.
-        ValueError: there are no records, one is not 1-dimensional, or `tier` is none of the three.
+        TypeError: `numbers` is no tensor, or has a dtype that cannot be stored.
+        ValueError: `numbers` is not 1-dimensional, a length is negative, they do not sum to N, or
+            `tier` is none of the three.
         OSError: the file cannot be made.
     """
 
     def __init__(
         self,
-        records: Sequence[Shaped[Tensor, " _"]],
+        numbers: Shaped[Tensor, " N"],
+        lengths: Sequence[int],
         *,
         tier: Tier = "device",
         device: torch.device | str | None = None,
         path: str | os.PathLike[str] | None = None,
     ) -> None:
-        if len(records) == 0:
-            raise ValueError("records is empty, wanted at least one tensor")
-        for i, record in enumerate(records):
-            if not isinstance(record, Tensor):
-                raise TypeError(f"records[{i}] is {record!r}, wanted a tensor")
-            if record.ndim != 1:
-                raise ValueError(f"records[{i}] has shape {tuple(record.shape)}, wanted [n]")
-            if record.dtype != records[0].dtype:
-                raise TypeError(
-                    f"records[{i}] has dtype {record.dtype}, wanted {records[0].dtype}"
-                )
-        self._ends = list(accumulate(record.numel() for record in records))
-        self._store = TieredStore(
-            torch.cat(list(records)).view(1, 1, -1, 1), tier=tier, device=device, path=path
-        )
+        if not isinstance(numbers, Tensor):
+            raise TypeError(f"numbers is {numbers!r}, wanted a tensor")
+        if numbers.ndim != 1:
+            raise ValueError(f"numbers has shape {tuple(numbers.shape)}, wanted [N]")
+        if min(lengths, default=0) < 0:
+            raise ValueError(f"lengths has {min(lengths)}, wanted at least 0")
+        if sum(lengths) != numbers.numel():
+            raise ValueError(
+                f"lengths sums to {sum(lengths)}, wanted the {numbers.numel()} of numbers"
+            )
+        self._ends = list(accumulate(lengths))
+        self._store = TieredStore(numbers.view(1, 1, -1, 1), tier=tier, device=device, path=path)
 
     def __len__(self) -> int:
         """How many records there are."""

@@ -124,9 +124,7 @@ def select_spans(
     if isinstance(budget, Sequence):
         budgets = [_check.integer("budget", each, least=0) for each in budget]
         if len(budgets) != b:
-            raise ValueError(
-                f"budget must have one entry for each of the {b} rows, got {budgets}"
-            )
+            raise ValueError(f"budget must have one entry for each of the {b} rows, got {budgets}")
         granted = budgets[0] if len(set(budgets)) == 1 else _column(budgets, cost.device)
     else:
         granted = _check.integer("budget", budget, least=0)
