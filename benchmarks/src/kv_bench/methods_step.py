@@ -214,7 +214,7 @@ def methods_step(
     compressing took over that of the whole layer's prefill. A method gets figures only after its
     steps were found equal to full attention where nothing is left out.
     """
-    names = parse_names([methods], known=list(METHODS))
+    names = parse_names([methods], known=METHODS)
     lengths = [int(n) for n in contexts.split(",")]
     granted = None if budget is None else parse_budget(budget)
     set_threads(threads)

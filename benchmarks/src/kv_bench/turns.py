@@ -13,8 +13,10 @@ from rich.table import Table
 
 from kv_bench.conversation import Conversation, conversation
 from kv_bench.dialogue import dialogues
+from kv_bench.folder import digest, fingerprint
 from kv_bench.grid import Results, TurnRow, Variant
-from kv_bench.niah import digest, fingerprint, make_variants, niah, parse_contexts
+from kv_bench.niah import niah
+from kv_bench.variants import make_variants, parse_lengths
 from kv_integration import METHODS, haystack
 from kv_integration.answer import is_correct
 from kv_integration.cli.files import whole_file
@@ -59,8 +61,8 @@ def turns(
       kv-bench turns --contexts 4096 --budgets 0.1 --samples 25 --out turns
       kv-bench turns --methods full,snapkv,quest --contexts 2048 --turns 4 --out turns
     """
-    variants = make_variants(parse_names(methods, known=tuple(METHODS)), budgets)
-    lengths = parse_contexts(contexts)
+    variants = make_variants(parse_names(methods, known=METHODS), budgets)
+    lengths = parse_lengths(contexts)
     for option, value in (("--turns", count), ("--samples", samples), ("--batch", batch)):
         if value < 1:
             raise ValueError(f"{option} must be at least 1, got {value}")
