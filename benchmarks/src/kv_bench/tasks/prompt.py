@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kv_bench.tasks.base import Sample
 
@@ -57,7 +57,7 @@ def turns(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str]:
     that and the user's next text."""
 
     def render(messages: list[dict[str, str]]) -> list[str]:
-        options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
+        options: Any = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
         return str(tokenizer.apply_chat_template(messages, **options)).split(MARK)
 
     user, answer = {"role": "user", "content": MARK}, {"role": "assistant", "content": MARK}
