@@ -12,9 +12,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_model import make_tokenizer
 from tokenizers_for_tests import KINDS, tokenizer_of
 
-from kv_bench.tasks import GROUPS, TASKS, Sample, Task, encode, expand, task_named
+from kv_bench.tasks import GROUPS, TASKS, Sample, Samples, Task, encode, expand, task_named
+from kv_bench.tasks.base import cut
 from kv_bench.tasks.fit import largest
 from kv_bench.tasks.generated import GeneratedTask
 from kv_bench.tasks.prose import insert, prose, sentence_starts
@@ -267,6 +269,50 @@ def test_inserting_keeps_text_and_needles(text: str, depths: list[float]) -> Non
 )
 def test_zeta(alpha: float, wanted: float) -> None:
     assert zeta(alpha) == pytest.approx(wanted, rel=1e-9)
+
+
+@given(st.text("\nab", max_size=9), st.lists(st.text("\nab", min_size=1, max_size=2), max_size=2))
+def test_a_cut_text_ends_before_its_first_stop(text: str, stop: list[str]) -> None:
+    found = cut(text, stop)
+    body = text.lstrip("\n")
+    assert text.startswith(found)
+    assert (found == text) == (not any(end in body for end in stop))
+    assert not any(end in found.lstrip("\n") for end in stop)
+    assert found == text or any(text[len(found) :].startswith(end) for end in stop)
+
+
+def test_ids_are_unique() -> None:
+    with pytest.raises(ValueError, match="ids must be unique, but 'b' occurs more than once"):
+        Samples(["a", "b", "b"], lambda at: Sample("", "", ("",), (("",),)))
+
+
+def test_samples_are_a_sequence_that_knows_its_ids() -> None:
+    made: list[int] = []
+
+    def make(at: int) -> Sample:
+        made.append(at)
+        return Sample(str(at), "c", ("q",), (("a",),))
+
+    samples = Samples([str(at) for at in range(5)], make)
+    part = samples[3:0:-1]
+    assert part.ids == ("3", "2", "1")
+    assert not made
+    assert [one.id for one in part[1:]] == ["2", "1"]
+    assert samples[-1].id == "4"
+    with pytest.raises(IndexError):
+        samples[5]
+
+
+def test_a_sample_has_an_answer_per_question() -> None:
+    with pytest.raises(ValueError, match="sample 0 has 2 questions and 1 answers"):
+        Sample("0", "c", ("a", "b"), (("x",),))
+
+
+def test_a_chat_template_that_hides_texts() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    with pytest.raises(ValueError, match=r"must show each message's text once, but .* shows 1"):
+        encode(tokenizer, Sample("0", "c", ("q",), (("a",),)))
 
 
 @given(kinds, st.booleans(), st.integers(1, 3), st.text(alphabet="ab \n", max_size=20))
