@@ -130,7 +130,7 @@ class Task(ABC):
             count: how many; None: a generated task's default, or all there are.
             seed: draws what is drawn.
             data: where a data set is: a file or folder in its schema, or a hub id; None: its
-                published hub id. Generated tasks take none.
+                published hub id. Tasks without a data set take none.
             text: prose for haystacks; None: held-out topics of the language reference.
 
         Raises:
