@@ -159,7 +159,8 @@ def publish(rows: Sequence[Row], json_file: Path | None) -> None:
     table = Table(box=box.MARKDOWN)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     for name in columns:
-        table.add_column(name, justify="left" if isinstance(rows[0].get(name), str) else "right")
+        left = isinstance(rows[0].get(name), str)
+        table.add_column(name, justify="left" if left else "right", no_wrap=name == columns[0])
     for row in rows:
         table.add_row(*(_text(row.get(name)) for name in columns))
     Console(width=None if sys.stdout.isatty() else 200).print(table)
