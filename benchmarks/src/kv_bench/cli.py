@@ -10,7 +10,9 @@ from kv_bench.lowrank import lowrank
 from kv_bench.memory import memory
 from kv_bench.niah import niah
 from kv_bench.offload import offload
+from kv_bench.peers import peers
 from kv_bench.policies import policies
+from kv_bench.report import report
 from kv_bench.run import run
 from kv_bench.score import score
 from kv_bench.segment import segment
@@ -26,11 +28,13 @@ def main() -> None:
 
 for command in (
     run,
+    report,
     niah,
     decode_step,
     lowrank,
     memory,
     offload,
+    peers,
     policies,
     score,
     segment,
