@@ -11,8 +11,10 @@ from kv_bench.memory import memory
 from kv_bench.methods_step import methods_step
 from kv_bench.niah import niah
 from kv_bench.offload import offload
+from kv_bench.peers import peers
 from kv_bench.policies import policies
 from kv_bench.recompress import recompress
+from kv_bench.report import report
 from kv_bench.run import run
 from kv_bench.score import score
 from kv_bench.segment import segment
@@ -30,12 +32,14 @@ def main() -> None:
 
 for command in (
     run,
+    report,
     niah,
     decode_step,
     lowrank,
     memory,
     methods_step,
     offload,
+    peers,
     policies,
     recompress,
     score,

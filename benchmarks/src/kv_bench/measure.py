@@ -154,8 +154,13 @@ def commit() -> str:
         return ""
 
 
-def publish(rows: Sequence[Row], json_file: Path | None) -> None:
-    """Prints `rows` as a table; saves them with the command and the environment if asked to."""
+def publish(
+    rows: Sequence[Row], json_file: Path | None, *, extra: Mapping[str, object] | None = None
+) -> None:
+    """Prints `rows` as a table; saves them with the command and the environment if asked to.
+
+    extra: what else the file says of the run.
+    """
     table = Table(box=box.MARKDOWN)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     for name in columns:
@@ -167,7 +172,8 @@ def publish(rows: Sequence[Row], json_file: Path | None) -> None:
     if json_file is None:
         return
     command = " ".join(["kv-bench", *sys.argv[1:]])
-    content = {"command": command, "environment": environment(), "rows": list(rows)}
+    content = {"command": command, "environment": environment(), **(extra or {})}
+    content["rows"] = list(rows)
     json_file.parent.mkdir(parents=True, exist_ok=True)
     json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
