@@ -28,6 +28,7 @@ from kv_integration.methods.sekv import SpanPlan
 from kv_integration.router import Router
 from kv_integration.span_memory import SpanMemory
 from kv_integration.spans import Spans
+from kv_offload import FingerprintError
 
 SMALL = {"min_length": 3, "max_length": 7, "max_rank": 3, "window": 5, "sinks": 1, "routing_dim": 3}
 
@@ -514,8 +515,23 @@ def test_a_router_of_another_shape_is_refused():
         Layer(method, 0, 60)
     with pytest.raises(ValueError, match="max_rank is 32, but the router gates 4"):
         SeKV(router=random_router(0))
-    with pytest.raises(TypeError, match="router must be a Router or None, got 'file'"):
-        SeKV(router="file")
+    with pytest.raises(TypeError, match="router must be a Router, a file or None, got 3"):
+        SeKV(router=3)
+
+
+def test_a_router_may_be_a_file(tokenizer, tmp_path):
+    model, other, file = shared("llama"), build("llama", seed=1), tmp_path / "router.safetensors"
+    router = random_router(3, layers=3, dim=16)
+    router.save(file, model=model)
+    with attach(model, tokenizer) as kv:
+        expected = generate(model, prompt(60), kv.cache(SeKV(budget=30, router=router, **SMALL)))[1]
+        for path in (file, str(file)):
+            cache = kv.cache(SeKV(budget=30, router=path, **SMALL))
+            assert torch.equal(generate(model, prompt(60), cache)[1], expected)
+        with pytest.raises(FileNotFoundError):
+            kv.cache(SeKV(router="nothing"))
+    with attach(other, tokenizer) as kv, pytest.raises(FingerprintError):
+        kv.cache(SeKV(router=file))
 
 
 WRONG = [

@@ -98,7 +98,7 @@ class Attached:
             )
         return KVCache(
             self.model.config,
-            method,
+            method.bound(self.model) if isinstance(method, Method) else method,
             self.context,
             prompt_length=prompt_length,
             recompress_after=recompress_after,

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kv_integration.budget import budget_entries
 from kv_integration.rope import RopeTables, Rotation
@@ -208,6 +209,10 @@ class Method(ABC):
     def name(self) -> str:
         """Name in reports and on the command line."""
         return type(self).__name__.lower()
+
+    def bound(self, model: PreTrainedModel) -> Method:
+        """This method with what it has in a file for `model`; called when a cache is made."""
+        return self
 
     def begin(self, ids: Sequence[Tensor], context: Context) -> Plan:
         """Look at the prompt's token ids, int64[T_b] per row, once for all layers."""

@@ -20,6 +20,11 @@ from kv_offload import storage_bytes
 from kv_policies import select_spans
 
 BLOCK = 8  # queries of one forward pass that choose their spans at a time
+# Tensors of `SpanMemory` with a row per row of the batch.
+PER_ROW = (
+    "keys", "values", "summaries", "sizes", "log_size", "cost", "bias", "first", "stride",
+    "resident", "attended",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -204,13 +209,6 @@ class SpanMemory(LayerState):
             "hits": max(int(self.requested) - missed, 0),
             "misses": missed,
         }
-
-
-# Tensors of `SpanMemory` with a row per row of the batch.
-PER_ROW = (
-    "keys", "values", "summaries", "sizes", "log_size", "cost", "bias", "first", "stride",
-    "resident", "attended",
-)  # fmt: skip
 
 
 def _padded(rows: Sequence[Tensor]) -> Tensor:

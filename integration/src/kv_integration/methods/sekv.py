@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kv_integration.budget import budget_entries, check_budget
+from kv_integration.embedded import router_path
 from kv_integration.eviction import take
 from kv_integration.method import Context, LayerState, Method, Plan, Row
 from kv_integration.router import Router, leading_directions
@@ -49,9 +52,10 @@ class SeKV(Method):
             that no budget can expand would be lost. None: as the text falls.
         max_rank: components per span at most (R_max); 0 stores none and expands nothing.
         routing_dim: d', for routing without a router; at most the head dimension.
-        router: a trained `Router`. None: W is the leading right singular vectors of the prompt's
-            keys, shared by the query heads of a group, all gates are one, and a head's threshold
-            is the `quantile` of the scores that the prompt's last queries give its spans.
+        router: a trained `Router` or its file, which is loaded when a cache is made; "embedded" is
+            that of the embedded model. None: W is the leading right singular vectors of the
+            prompt's keys, shared by the query heads of a group, all gates are one, and a head's
+            threshold is the `quantile` of the scores that the prompt's last queries give spans.
         quantile: see `router`; in [0, 1), 0 expands as many spans as the budget allows.
         threshold: one tau in [0, 1] for all heads, in place of the router's or the quantile's.
         fit: raise alpha where anchors, short spans and span means would take more than this share
@@ -80,7 +84,7 @@ class SeKV(Method):
     max_length: int | None = 64
     max_rank: int = 32
     routing_dim: int = 32
-    router: Router | None = None
+    router: Router | str | Path | None = None
     quantile: float = 0.5
     threshold: float | None = None
     fit: float | None = 0.5
@@ -129,18 +133,29 @@ class SeKV(Method):
             if getattr(self, name) not in choices:
                 wanted = " or ".join(map(repr, choices))
                 raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
-        if self.router is not None:
-            if not isinstance(self.router, Router):
-                raise TypeError(f"router must be a Router or None, got {self.router!r}")
-            if self.max_rank > self.router.max_rank:
-                raise ValueError(
-                    f"max_rank is {self.max_rank}, but the router gates {self.router.max_rank} "
-                    "components at most"
-                )
+        if not isinstance(self.router, Router | str | Path | None):
+            raise TypeError(f"router must be a Router, a file or None, got {self.router!r}")
+        if isinstance(self.router, Router) and self.max_rank > self.router.max_rank:
+            raise ValueError(
+                f"max_rank is {self.max_rank}, but the router gates {self.router.max_rank} "
+                "components at most"
+            )
 
     @property
     def observe(self) -> int:  # type: ignore[override]
         return OBSERVED if self.router is None and self.threshold is None else 0
+
+    def bound(self, model: PreTrainedModel) -> SeKV:
+        """With its router loaded, if it was given as a file.
+
+        Raises:
+            FingerprintError: the file holds a router of another model.
+            CacheFileError, OSError: it holds none, or cannot be read.
+        """
+        if self.router is None or isinstance(self.router, Router):
+            return self
+        path = router_path() if self.router == "embedded" else self.router
+        return replace(self, router=Router.load(path, model=model))
 
     def begin(self, ids: Sequence[Tensor], context: Context) -> Plan:
         plan = SpanPlan(self)
@@ -190,25 +205,23 @@ class SeKV(Method):
             projection = found[None].to(keys)
             threshold = torch.full((1, heads), -math.inf, device=keys.device)
         else:
-            router = self.router
-            made, model = (
-                (router.layers, router.query_heads, router.head_dim),
-                (
-                    row.layers,
-                    heads,
-                    size,
-                ),
-            )
-            if made != model:
+            router = self._loaded()
+            made = (router.layers, router.query_heads, router.head_dim)
+            if made != (row.layers, heads, size):
                 raise ValueError(
-                    "router was made for {} layers of {} query heads of size {}, ".format(*made)
-                    + "this model has {} of {} of {}".format(*model)
+                    f"router was made for {made[0]} layers of {made[1]} query heads of size "
+                    f"{made[2]}, this model has {row.layers} of {heads} of {size}"
                 )
             projection = router.projections.detach()[row.layer, None]
             threshold = router.threshold_logits.detach()[row.layer, None]
         if self.threshold is not None:
             threshold = torch.full_like(threshold, logit(self.threshold))
         return Routing(projection, threshold, shared=self.router is not None)
+
+    def _loaded(self) -> Router:
+        if not isinstance(self.router, Router):
+            raise TypeError(f"router is still the file {self.router!r}: call bound(model)")
+        return self.router
 
     def _packed(
         self,
@@ -222,7 +235,7 @@ class SeKV(Method):
         factors = span_svd(x, offsets, self.max_rank)
         if self.router is not None:
             with torch.no_grad():
-                gates = self.router.gates(layer, factors.sigma, summaries.float(), kind)
+                gates = self._loaded().gates(layer, factors.sigma, summaries.float(), kind)
             factors = apply_gates(factors, gates.masked_fill(gates < NEGLIGIBLE, 0.0))
         return pack_spans(factors)
 
