@@ -243,7 +243,6 @@ def test_rows_rerun_exactly_give_the_models_own_logits(family):
             recording = record(model, ids)
             found = rerun(model, recording, rows, ExactRows(recording, rows))
         assert torch.allclose(found, wanted, atol=1e-4)
-        log_p = wanted.new_tensor(0.0)
         logits = model(ids[None]).logits[0].log_softmax(-1)
         log_p = -logits[:-1].gather(1, ids[1:, None])[:, 0]
     assert torch.allclose(recording.surprisal[1:], log_p, atol=1e-3)
@@ -252,7 +251,6 @@ def test_rows_rerun_exactly_give_the_models_own_logits(family):
 def test_a_lossless_student_is_the_teacher(model):
     """All spans expanded, every component kept: nothing is lost but the sigmoid's last digit."""
     ids = torch.tensor(tokenize(make_texts(1)[0], add_special_tokens=False)["input_ids"])
-    settings = SMALL
     router = Router.for_model(model, routing_dim=8)
     with torch.no_grad():
         router.threshold_logits.fill_(-40)
@@ -260,7 +258,7 @@ def test_a_lossless_student_is_the_teacher(model):
         router.predictor.leave.bias.fill_(30)
         with taken_over(model):
             recording = record(model, ids)
-            cut = settings.segmentation(anchors=True).spans(recording.surprisal, 48)
+            cut = SMALL.segmentation(anchors=True).spans(recording.surprisal, 48)
             text = TextSpans.of(cut, len(ids))
             rows = torch.arange(100, 120)
             layers = window.memory(recording, text, router)
@@ -281,14 +279,10 @@ def test_gradients_reach_what_is_learnt_and_nothing_else(model, term):
     loss.backward()
     moved = {n for n, p in router.named_parameters() if p.grad is not None and bool(p.grad.any())}
     gates = {n for n, _ in router.named_parameters() if n.startswith("predictor.")}
-    routing = {"projections", "threshold_logits"}
-    # A summary is an input of g_phi, so its terms reach the projections, too.
-    wanted = {
-        "zoom": {"projections"},
-        "recon": {"projections"} | gates,
-    }.get(term, routing | gates)
-    assert moved == wanted if term != "zoom" else moved >= wanted
-    assert term != "zoom" or "threshold_logits" not in moved or len(router.threshold_logits) > 1
+    # A span's summary is what g_phi sees, so its terms reach the projections, too. Queries of a
+    # later layer depend on all that earlier ones decided, so the zoom loss reaches everything.
+    wanted = {"projections"} | gates
+    assert moved == (wanted if term == "recon" else wanted | {"threshold_logits"})
     assert all(p.grad is None for p in model.parameters())
     assert all(p.requires_grad for p in model.parameters())
 
@@ -323,12 +317,12 @@ def test_training_lowers_its_loss_and_leaves_the_model_as_it_was(model):
     kind, rows = model.config._attn_implementation, []
     settings = Training(
         **SMALL.as_dict()
-        | {"steps": 30, "lengths": (96,), "budgets": (0.4,), "learning_rate": 0.01}
+        | {"steps": 16, "lengths": (96,), "budgets": (0.4,), "learning_rate": 0.02}
     )
     router = run(model, settings=settings, on_step=rows.append)
-    assert [row["step"] for row in rows] == list(range(1, 31))
+    assert [row["step"] for row in rows] == list(range(1, 17))
     zoom = [row["zoom"] for row in rows]
-    assert sum(zoom[-8:]) < sum(zoom[:8])
+    assert sum(zoom[-5:]) < sum(zoom[:5])
     assert not any(p.requires_grad for p in router.parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
@@ -480,7 +474,9 @@ def test_schedules_are_the_papers():
     assert math.isclose(float(losses.total(settings, 0.1)), 1 + 10 + 50 + 100, rel_tol=1e-6)
 
 
-def test_the_figure_is_drawn(model, tmp_path):
-    run(model, tmp_path)
+def test_the_figure_is_drawn(tmp_path):
+    written = log.Log(tmp_path / "log.csv", 0)
+    for step in range(1, 4):
+        written.add({name: step for name in log.COLUMNS})
     log.plot(tmp_path / "log.csv", tmp_path / "losses.png")
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
