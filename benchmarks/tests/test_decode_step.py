@@ -10,7 +10,9 @@ import torch
 from click.testing import CliRunner, Result
 
 from kv_bench import decode_step as module
-from kv_bench.decode_step import CASES, decode_step
+from kv_bench.decode_cases import CASES
+from kv_bench.decode_layer import Case, Layer
+from kv_bench.decode_step import decode_step
 
 COLUMNS = [
     "case",
@@ -57,7 +59,7 @@ def test_bytes_are_those_of_the_entries() -> None:
     """1,024 keys and values of 128 floats in each of 8 heads; a fifth of the prompt with sizes."""
     torch.manual_seed(0)
     k, v = torch.randn(2, 1, 8, 10240, 128)
-    layer = module.Layer(torch.randn(1, 32, 1, 128), k, v)
+    layer = Layer(torch.randn(1, 32, 1, 128), k, v)
     for name in ("tokens_1024", "selected_1024"):
         case = CASES[name](layer)
         assert case.read(case.pick()) == 2 * 8 * 1024 * 128 * 4
@@ -69,11 +71,9 @@ def test_bytes_are_those_of_the_entries() -> None:
 def test_a_wrong_result_gives_no_figure(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make = CASES[case]
 
-    def wrong(layer: module.Layer) -> module.Case:
+    def wrong(layer: Layer) -> Case:
         right = make(layer)
-        return module.Case(
-            right.pick, lambda picks: right.attend(picks) * 1.001, right.wanted, right.read
-        )
+        return Case(right.pick, lambda picks: right.attend(picks) * 1.001, right.wanted, right.read)
 
     monkeypatch.setitem(CASES, case, wrong)
     monkeypatch.setattr(module, "full_kv", lambda layer, rounds: lambda: layer.q)
@@ -88,14 +88,14 @@ def test_a_wrong_pick_gives_no_figure(case: str, monkeypatch: pytest.MonkeyPatch
     """One thing picked is swapped for one that is not, and attended rightly."""
     make = CASES[case]
 
-    def wrong(layer: module.Layer) -> module.Case:
+    def wrong(layer: Layer) -> Case:
         right = make(layer)
         picks = right.pick()
         row = picks[0, 0]
         other = next(i for i in range(10**6) if i not in row)
         swapped = picks.clone()
         swapped[0, 0, 0] = other
-        return module.Case(lambda: swapped, right.attend, right.wanted, right.read)
+        return Case(lambda: swapped, right.attend, right.wanted, right.read)
 
     monkeypatch.setitem(CASES, case, wrong)
     monkeypatch.setattr(module, "full_kv", lambda layer, rounds: lambda: layer.q)

@@ -32,14 +32,16 @@ def pairs_of(width, layout):
 
 
 def shares(budget, tokens, *, chunk, window, outliers):
-    """Tokens of the tail, how many of them are exact, outlier chunks, chunks selected."""
+    """Exact tokens, chunks, outlier chunks, chunks selected."""
     tail = tokens % chunk
     while tail < window and tail + chunk <= budget // 2:
         tail += chunk
-    exact = min(tail, budget)
-    fitting = min((budget - exact) // chunk, (tokens - tail) // chunk)
+    if tail + chunk > budget:
+        return budget, 0, 0, 0
+    chunks = (tokens - tail) // chunk
+    fitting = min((budget - tail) // chunk, chunks)
     static = 0 if chunk == 1 else min(outliers, fitting // 2)
-    return tail, exact, static, fitting - static
+    return tail, chunks, static, fitting - static
 
 
 def cosine(a, b):
@@ -54,18 +56,18 @@ class Shadow:
         self.keys, self.values = ([list(np.float64(x)) for x in each] for each in (keys, values))
         heads, tokens = len(self.keys), len(self.keys[0])
         self.heads = range(heads)
-        tail, exact, static, self.selected = shares(
+        exact, chunks, static, self.selected = shares(
             budget, tokens, chunk=chunk, window=window, outliers=outliers
         )
-        self.share = self.selected, (tokens - tail) // chunk - static
+        self.share = self.selected, chunks - static
         plain = [[self.plain(h, t) for h in self.heads] for t in range(tokens)]
         left, sigma, right = np.linalg.svd(np.array([np.concatenate(row) for row in plain]))
         rank = min(rank, tokens)
         right = right[:rank]
         self.right = np.split(right, heads, axis=1)  # [r, D] of each head
-        self.left = [left[t, :rank] * sigma[:rank] for t in range(tokens - tail)]
+        self.left = [left[t, :rank] * sigma[:rank] for t in range(chunks * chunk)]
         self.exact = list(range(tokens - exact, tokens))
-        self.chunks = [self.chunk_at(a) for a in range(0, tokens - tail, chunk)]
+        self.chunks = [self.chunk_at(a) for a in range(0, chunks * chunk, chunk)]
         self.outliers = [self.worst(h, static) for h in self.heads]
 
     def plain(self, head, token):
@@ -150,4 +152,5 @@ class Shadow:
             self.chunks.append(tokens)
         selected, free = self.share
         static = len(self.outliers[0])
-        self.selected = selected * (len(self.chunks) - static) // max(free, 1)
+        everything = len(self.chunks) - static
+        self.selected = selected * everything // free if free else everything

@@ -102,8 +102,10 @@ def test_chunkkv_keeps_whole_chunks(seed, heads, groups, chunk):
         {"beta": 2.0, "lam": 1.5, "max_block": 4, "delta": 0.7},
         {"beta": 0.5, "lam": 0.0, "max_block": 9, "delta": 0.8},
         {"beta": 0.0, "lam": 1.0, "max_block": 1, "delta": 0.9},
+        {"beta": 0.5, "lam": 0.5, "max_block": 5, "delta": 0.0},
+        {"beta": 0.5, "lam": 0.5, "max_block": 10, "delta": 0.0},
     ],
-    ids=["default", "strong", "no guidance", "tokens"],
+    ids=["default", "strong", "no guidance", "tokens", "fixed 5", "fixed 10"],
 )
 @pytest.mark.parametrize("pooling", [("max", 7), ("none", 1)], ids=str)
 def test_sablock_keeps_adaptive_blocks(tokenizer, seed, options, pooling):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -32,7 +33,9 @@ class Layer:
         # neighbours are alike, as in text
         self.keys, self.values = self.states(tokens), self.states(tokens)
         self.rope = RopeTables(
-            Turn(0, *self.tables(0, 1), Rotation(layout, layout)), torch.device("cpu"), grows=True
+            Turn(weakref.ref(self.keys), *self.tables(0, 1), Rotation(layout, layout)),
+            torch.device("cpu"),
+            grows=True,
         )
         if turned:
             self.rope.append(*self.tables(0, tokens), None, batch=1)
@@ -162,18 +165,18 @@ def test_parts_of_a_prompt_keep_to_the_budget(tokens, budget, options):
     budget = min(budget, tokens)
     share = ShadowKV(**options).share(budget, tokens)
     chunk = options["chunk"]
-    assert share.tail + share.chunks * chunk == tokens
+    assert share.exact + share.chunks * chunk == tokens or share.chunks == 0
     assert share.exact + (share.outliers + share.selected) * chunk <= budget
     assert share.outliers + share.selected <= share.chunks
-    assert share[1:] == (*share[1:3], *slow.shares(budget, tokens, **options)[2:])
+    assert share == slow.shares(budget, tokens, **options)
     if budget == tokens:
-        assert share.exact == share.tail and share.outliers + share.selected == share.chunks
+        assert share.exact + (share.outliers + share.selected) * chunk == tokens
 
 
 def test_the_default_is_the_papers_at_128k():
     method = ShadowKV()
-    assert method.share(2464, 131072)[1:] == (32, 16380, 48, 256)
-    assert ShadowKV(budget=1.0, sparse=1 / 64).share(131072, 131072)[3:] == (48, 256)
+    assert method.share(2464, 131072) == (32, 16380, 48, 256)
+    assert ShadowKV(budget=1.0, sparse=1 / 64).share(131072, 131072) == (32, 16380, 48, 256)
     assert (method.rank_of(1024), method.rank_of(128)) == (160, 128)
 
 
@@ -275,23 +278,171 @@ def test_two_thousand_generated_tokens_are_all_attended(method):
 def test_bytes_per_generated_token():
     """On the device a row of the left factor and a share of a landmark; the values are off it."""
     layer = Layer(0, tokens=200, heads=4, dim=16, turned=16)
-    method = ShadowKVPlus(budget=64, rank=8, window=16, recent=64)
-    state, plain = layer.compressed(method), layer.compressed(ShadowKV(budget=64, rank=8))
+    state = layer.compressed(ShadowKVPlus(budget=64, rank=8, window=16, recent=64))
 
-    def run(steps):
+    def bytes_after(steps):
         for _ in range(steps):
-            new = layer.new(1)
-            for each in (state, plain):
-                stepped(each, *new, layer.scale)
-        return [each.nbytes() for each in (state, plain)]
+            stepped(state, *layer.new(1), layer.scale)
+        return state.nbytes()
 
-    before, plain_before = run(100)
-    after, plain_after = run(1600)
+    before = bytes_after(100)
+    after = bytes_after(480)
     full = 2 * 4 * 16 * 4
-    each = (after["device"] - before["device"]) / 1600
-    # 8 coordinates, an eighth of 4 landmarks of 16 channels, and flags; a buffer has room to grow,
-    # and the selection that is resident on the device keeps its share of the chunks
-    assert 8 * 4 + 4 * 16 * 4 / 8 <= each <= 0.45 * full
-    assert (after["host"] - before["host"]) / 1600 >= 0.9 * full / 2
-    assert (plain_after["device"] - plain_before["device"]) / 1600 >= 0.95 * full
-    assert plain_after["host"] == plain_before["host"]
+    device = (after["device"] - before["device"]) / 480
+    # 8 coordinates and an eighth of 4 landmarks of 16 channels; on top of them flags, room to grow,
+    # and the resident selection, which keeps its share of the chunks
+    assert 8 * 4 + 4 * 16 * 4 / 8 <= device <= 0.4 * full
+    assert state.held[0] < 64 + 8 and 8 * state.made[0] == 200 + 580 - state.held[0]
+    assert after["host"] >= 8 * state.made[0] * full / 2
+
+
+def test_what_is_generated_stays_where_the_prompt_gives_no_basis(tokenizer):
+    """Twelve tokens cannot tell where in 32 channels later keys lie."""
+    model = shared("llama")
+    _, expected = generate(model, prompt(12), full_kv(model), new=30)
+    with attach(model, tokenizer) as kv:
+        cache = kv.cache(ShadowKVPlus(budget=1.0, chunk=2, window=2, recent=4))
+        torch.testing.assert_close(
+            generate(model, prompt(12), cache, new=30)[1], expected, atol=5e-5, rtol=2e-4
+        )
+    assert cache.report().host_bytes == 3 * 2 * 10 * 16 * 4
+
+
+def test_ragged_rows_that_move_in_turn_do_not_grow(tokenizer):
+    """Rows reach the threshold at different steps; each is what it is alone all the way."""
+    method = ShadowKVPlus(budget=20, chunk=2, window=4, outliers=1, rank=8, recent=16)
+    model, lengths = shared("llama"), (40, 33)
+    with attach(model, tokenizer) as kv:
+        cache = kv.cache(method)
+        _, logits = generate(model, prompt(*lengths), cache, new=60)
+        assert all(layer.state.exact.count <= 2 + 16 + 2 + 1 for layer in cache.compressed)
+        for row, length in enumerate(lengths):
+            alone = {k: x[row : row + 1, 40 - length :] for k, x in prompt(*lengths).items()}
+            _, own = generate(model, alone, kv.cache(method), new=60)
+            torch.testing.assert_close(logits[:, row], own[:, 0], atol=5e-5, rtol=2e-4)
+
+
+def test_float8_quarters_what_is_stored_and_costs_its_rounding():
+    """float8_e5m2 rounds each number by an eighth of it at the most."""
+    errors = []
+    for seed in range(20):
+        plain = ShadowKV(budget=64, rank=12, window=8, outliers=2)
+        layer = Layer(seed, tokens=200, heads=2, dim=16, turned=16)
+        state, small = layer.compressed(plain), layer.compressed(replace(plain, fp8=True))
+        for name in ("left", "right", "landmarks"):
+            exact, rounded = getattr(state, name), getattr(small, name)
+            assert rounded.dtype == torch.float8_e5m2
+            assert ((rounded.float() - exact).abs() <= exact.abs() / 8 + 2e-5).all()
+        tokens = torch.arange(0, 64).expand(1, 2, -1)
+        assert small.store.gather(tokens[:, :, :8]).dtype == torch.float8_e5m2
+        assert 4 * small.store.nbytes["host"] == state.store.nbytes["host"]
+        new = layer.new(1)
+        ours, rounded = (stepped(each, *new, layer.scale) for each in (state, small))
+        errors.append(float((ours - rounded).norm() / ours.norm()))
+    # the most where rounded landmarks pick another chunk
+    assert 0 < np.median(errors) < 0.15
+
+
+@pytest.mark.parametrize("plus", [False, True])
+def test_tiers_and_float8_under_generate(tokenizer, plus):
+    """Batches, beams and moves, wherever the values lie and however they are stored."""
+    model, inputs = shared("llama"), prompt(90, 61)
+    options = {"budget": 24, "window": 8, "chunk": 4, "outliers": 1, "rank": 16}
+    method = ShadowKVPlus(**options, recent=9) if plus else ShadowKV(**options)
+    logits = {}
+    with attach(model, tokenizer) as kv:
+        for more in ({}, {"tier": "disk"}, {"fp8": True}, {"tier": "disk", "fp8": True}):
+            cache = kv.cache(replace(method, **more))
+            logits[str(more)] = generate(model, inputs, cache, new=12)[1]
+            report = cache.report()
+            held = {"host": report.host_bytes, "disk": report.disk_bytes}
+            assert held.pop(more.get("tier", "host")) > 0 and list(held.values()) == [0]
+            beams = model.generate(
+                **inputs,
+                past_key_values=kv.cache(replace(method, **more)),
+                num_beams=2,
+                max_new_tokens=12,
+                do_sample=False,
+            )
+            assert len(beams) == 2
+    plain, disk, small, both = logits.values()
+    assert torch.equal(plain, disk) and torch.equal(small, both)
+    first = (small[0] - plain[0]).norm() / plain[0].norm()
+    assert first == 0  # the prompt itself is computed exactly
+    assert 0 < (small[1] - plain[1]).norm() / plain[1].norm() < 0.5
+
+
+def test_traffic_is_counted_in_entries_and_bytes(tokenizer):
+    model = shared("llama")
+    with attach(model, tokenizer) as kv:
+        cache = kv.cache(ShadowKV(budget=72, window=8, outliers=3, rank=16))
+        generate(model, prompt(200), cache, new=12)
+        report = cache.report()
+    share = ShadowKV(budget=72, window=8, outliers=3).share(72, 200)
+    for layer in report.layers:
+        assert layer.hits + layer.misses == 11 * 2 * share.selected * 8
+        assert layer.bytes_moved == layer.misses * 16 * 4
+    assert 0 < report.hit_rate < 1
+    assert report.entries_attended == 8 + (share.outliers + share.selected) * 8 <= 72
+
+
+@pytest.mark.parametrize("budget", [1, 2, 7, 9, 16, 40])
+def test_any_budget_does(tokenizer, budget):
+    """Less than a chunk, than a chunk and the tail, than the outliers: fewer are attended."""
+    model = shared("llama")
+    with attach(model, tokenizer) as kv:
+        for length in (5, 8, 47, 64):
+            cache = kv.cache(ShadowKV(budget=budget))
+            assert torch.isfinite(generate(model, prompt(length), cache)[1]).all()
+            assert 1 <= cache.report().entries_attended <= budget
+
+
+def test_a_rank_above_the_width_of_the_keys_is_refused(tokenizer):
+    model = shared("llama")
+    with attach(model, tokenizer) as kv:
+        generate(model, prompt(40), kv.cache(ShadowKV(rank=32)))
+        with pytest.raises(ValueError, match=r"rank must be at most the 32 channels .* got 33"):
+            generate(model, prompt(40), kv.cache(ShadowKV(rank=33)))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt-bigcode"])
+@pytest.mark.parametrize("method", [ShadowKV(), ShadowKVPlus()], ids=lambda m: m.name)
+def test_a_model_without_rope_is_refused(family, tokenizer, method):
+    text = f"{method.name} takes keys back to before their RoPE, but .* given no cos and sin"
+    with attach(shared(family), tokenizer) as kv, pytest.raises(ValueError, match=text):
+        kv.cache(method)
+
+
+def test_what_has_factors_cannot_be_taken_back(tokenizer):
+    model = build("llama")
+    with attach(model, tokenizer) as kv, torch.no_grad():
+        cache = kv.cache(ShadowKVPlus(budget=20, chunk=2, window=2, rank=8, recent=4))
+        generate(model, prompt(40), cache, new=12)
+        held = cache.compressed[0].state.held[0]
+        with pytest.raises(ValueError, match=f"cannot be taken back: only the {held} latest are"):
+            cache.crop(-held - 1)
+        assert cache.get_seq_length() == 51
+        cache.crop(-held)
+        model(torch.tensor([[5]]), past_key_values=cache)
+
+
+WRONG = [
+    ({"rank": 0}, "rank must be at least 1, got 0"),
+    ({"chunk": 0}, "chunk must be at least 1, got 0"),
+    ({"outliers": -1}, "outliers must be at least 0, got -1"),
+    ({"window": 0}, "window must be at least 1, got 0"),
+    ({"tier": "cloud"}, "tier must be 'host' or 'disk', got 'cloud'"),
+    ({"sparse": 1.5}, r"sparse as a share of the prompt must be in \(0, 1\], got 1.5"),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), WRONG, ids=lambda x: str(x))
+@pytest.mark.parametrize("method", [ShadowKV, ShadowKVPlus])
+def test_wrong_options_are_refused(method, options, text):
+    with pytest.raises(ValueError, match=text):
+        method(**options)
+
+
+def test_plus_wants_some_exact_tokens():
+    with pytest.raises(ValueError, match="recent must be at least 1, got 0"):
+        ShadowKVPlus(recent=0)

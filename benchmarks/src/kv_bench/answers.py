@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kv_bench.shared import Shared
-from kv_integration import KVCache, Method, attach
+from kv_integration import Attached, KVCache, Method, attach
 from kv_integration.answer import GREEDY, decode_answer, end_tokens, pad_token
 
 
@@ -32,10 +32,7 @@ def answers(
     pad = pad_token(tokenizer, ends)
     ids, mask = left_padded(prompts, pad, model.device)
     with attach(model, tokenizer) as kv:
-        plain = (
-            len(kv.cache(methods[0]).compressed)
-            == model.config.get_text_config(decoder=True).num_hidden_layers
-        )
+        plain = holds_every_layer(kv, methods[0])
         groups = [list(methods)] if plain else [[method] for method in methods]
         found = []
         for group in groups:
@@ -53,6 +50,12 @@ def answers(
                 if index + 1 < len(group):
                     cache.crop(ids.shape[1] - cache.get_seq_length())
         return found
+
+
+def holds_every_layer(kv: Attached, method: Method) -> bool:
+    """Whether no layer of the model has a sliding window, whose own cache cannot go back."""
+    layers = kv.model.config.get_text_config(decoder=True).num_hidden_layers
+    return len(kv.cache(method).compressed) == int(layers)
 
 
 class Generator:

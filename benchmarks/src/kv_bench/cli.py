@@ -8,15 +8,19 @@ from kv_bench import __version__
 from kv_bench.decode_step import decode_step
 from kv_bench.lowrank import lowrank
 from kv_bench.memory import memory
+from kv_bench.methods_step import methods_step
 from kv_bench.niah import niah
 from kv_bench.offload import offload
+from kv_bench.peers import peers
 from kv_bench.policies import policies
 from kv_bench.recompress import recompress
+from kv_bench.report import report
 from kv_bench.run import run
 from kv_bench.score import score
 from kv_bench.segment import segment
 from kv_bench.speed import speed
 from kv_bench.sweep import sweep
+from kv_bench.turns import turns
 from kv_integration.cli.errors import Commands
 
 
@@ -28,16 +32,20 @@ def main() -> None:
 
 for command in (
     run,
+    report,
     niah,
     decode_step,
     lowrank,
     memory,
+    methods_step,
     offload,
+    peers,
     policies,
     recompress,
     score,
     segment,
     speed,
     sweep,
+    turns,
 ):
     main.add_command(command)

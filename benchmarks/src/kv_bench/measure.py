@@ -62,6 +62,16 @@ def milliseconds(
     return {name: statistics.median(times) for name, times in taken.items()}
 
 
+def free_one_block() -> None:
+    """Let steps find their memory as they do in any process that has loaded a model.
+
+    glibc hands freed memory back to the system, and a step that gets new pages each time waits for
+    them, until a block of this size was freed once.
+    """
+    block = torch.empty(31 << 20, dtype=torch.uint8)
+    del block
+
+
 def peak_bytes(call: Callable[[], object], device: str = "cpu") -> int:
     """Most bytes that torch's allocator held beyond what it held before, its result included."""
     gc.collect()  # what is freed meanwhile must be what the call itself has made
@@ -144,19 +154,26 @@ def commit() -> str:
         return ""
 
 
-def publish(rows: Sequence[Row], json_file: Path | None) -> None:
-    """Prints `rows` as a table; saves them with the command and the environment if asked to."""
+def publish(
+    rows: Sequence[Row], json_file: Path | None, *, extra: Mapping[str, object] | None = None
+) -> None:
+    """Prints `rows` as a table; saves them with the command and the environment if asked to.
+
+    extra: what else the file says of the run.
+    """
     table = Table(box=box.MARKDOWN)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     for name in columns:
-        table.add_column(name, justify="left" if isinstance(rows[0].get(name), str) else "right")
+        left = isinstance(rows[0].get(name), str)
+        table.add_column(name, justify="left" if left else "right", no_wrap=name == columns[0])
     for row in rows:
         table.add_row(*(_text(row.get(name)) for name in columns))
     Console(width=None if sys.stdout.isatty() else 200).print(table)
     if json_file is None:
         return
     command = " ".join(["kv-bench", *sys.argv[1:]])
-    content = {"command": command, "environment": environment(), "rows": list(rows)}
+    content = {"command": command, "environment": environment(), **(extra or {})}
+    content["rows"] = list(rows)
     json_file.parent.mkdir(parents=True, exist_ok=True)
     json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 

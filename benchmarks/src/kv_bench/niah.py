@@ -138,6 +138,7 @@ def niah(
                 "max_new_tokens": max_new_tokens,
                 "dtype": str(loaded.model.dtype),
             },
+            Row,
         )
         places = [(length, depth) for length in lengths for depth in places_of(depths)]
         with steps.step("needles", total=len(places) * samples) as step:
@@ -212,7 +213,7 @@ def count_right(
     ]
 
 
-def draw_heat_map(results: Results, variant: Variant) -> None:
+def draw_heat_map(results: Results[Row], variant: Variant) -> None:
     """`niah-METHOD-BUDGET.png` from all rows of `variant`."""
     from kv_bench.heatmap import draw  # matplotlib takes a second to import
 
@@ -221,7 +222,9 @@ def draw_heat_map(results: Results, variant: Variant) -> None:
         draw(results.of(variant), title, temporary)
 
 
-def print_summary(results: Results, variants: Sequence[Variant], lengths: Sequence[int]) -> None:
+def print_summary(
+    results: Results[Row], variants: Sequence[Variant], lengths: Sequence[int]
+) -> None:
     """Accuracy by context, mean over depths, to stdout."""
     table = Table(box=box.SIMPLE_HEAD, caption=f"right answers, mean over depths; {results.folder}")
     table.add_column("method")

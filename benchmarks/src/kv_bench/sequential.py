@@ -1,13 +1,16 @@
 """Clustering and adaptive blocks as the papers write them, for one row: what is held against.
 
-`cluster` and `blocks` go token by token, through rows of torch or of numpy; `cluster_by_seed` and
-`blocks_by_segment` are the same algorithms with numpy operations for all tokens of a chunk, the
-usual way to write them fast. None of them uses kv-policies.
+`cluster` and `blocks` go token by token, through rows of torch or of numpy, with norms computed
+once; `cluster_by_pairs` takes each cosine from its two keys in float64, as a test would;
+`cluster_by_seed` and `blocks_by_segment` are the same algorithms with numpy operations for all
+tokens of a chunk, the usual way to write them fast. None of them uses kv-policies.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,19 +24,38 @@ def cluster(keys: Tensor | Floats, offsets: Ints, theta: float) -> Ints:
     """SemantiCache, Algorithm 1: keys [H, T, D] -> the seed of each token's cluster [H, T]."""
     seeds = np.full(keys.shape[:2], -1, dtype=np.int64)
     lengths = (keys * keys).sum(-1) ** 0.5
-    for head, (rows, norms) in enumerate(zip(keys, lengths, strict=True)):
-        own = seeds[head]
-        for start, end in itertools.pairwise(offsets.tolist()):
-            for seed in range(start, end):
-                if own[seed] >= 0:
-                    continue
-                own[seed] = seed
-                for token in range(seed + 1, end):
-                    if own[token] >= 0:
-                        continue
-                    if rows[seed] @ rows[token] / (norms[seed] * norms[token]) > theta:
-                        own[token] = seed
+    for own, rows, norms in zip(seeds, keys, lengths, strict=True):
+
+        def cosine(s: int, t: int, rows: Any = rows, norms: Any = norms) -> Any:
+            return rows[s] @ rows[t] / (norms[s] * norms[t])
+
+        _absorb(own, offsets, theta, cosine)
     return seeds
+
+
+def cluster_by_pairs(keys: Floats, offsets: Ints, theta: float) -> Ints:
+    """`cluster` with every cosine taken from its two keys, norms and all, in float64."""
+    seeds = np.full(keys.shape[:2], -1, dtype=np.int64)
+    for own, rows in zip(seeds, keys.astype(np.float64), strict=True):
+
+        def cosine(s: int, t: int, rows: Floats = rows) -> float:
+            one, other = rows[s], rows[t]
+            return float(one @ other / (np.linalg.norm(one) * np.linalg.norm(other)))
+
+        _absorb(own, offsets, theta, cosine)
+    return seeds
+
+
+def _absorb(own: Ints, offsets: Ints, theta: float, cosine: Callable[[int, int], Any]) -> None:
+    """Fills the seeds of one head, token by token; -1 is a free token."""
+    for start, end in itertools.pairwise(offsets.tolist()):
+        for seed in range(start, end):
+            if own[seed] >= 0:
+                continue
+            own[seed] = seed
+            for token in range(seed + 1, end):
+                if own[token] < 0 and cosine(seed, token) > theta:
+                    own[token] = seed
 
 
 def cluster_by_seed(keys: Floats, offsets: Ints, theta: float) -> Ints:

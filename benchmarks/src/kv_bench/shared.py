@@ -1,8 +1,8 @@
 """Several methods behind one prefill: the prompt passes the model once, each method answers it.
 
 `Shared` is a method whose state of a layer holds one state per method. `choose` says which of them
-the next tokens belong to; `crop`, which forgets these tokens, lets that state go, since a method
-need not be able to crop its own.
+the next tokens belong to, over as many turns as come; `crop`, which forgets these tokens, lets that
+state go, since a method need not be able to crop its own.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ Without one of our caches in the call, all of them pass everything through.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -29,6 +30,7 @@ from kv_integration.layer import CompressedLayer
 from kv_integration.lookahead import Lookahead
 from kv_integration.method import Context, Method
 from kv_integration.rope import Turn, takes_tables, turn_of
+from kv_integration.saved import load
 from kv_integration.surprise import LMHead
 
 PREFIX = "kv_integration_"
@@ -102,6 +104,20 @@ class Attached:
             recompress_after=recompress_after,
             owner=self.model,
         )
+
+    def load(self, path: str | os.PathLike[str], method: Method) -> KVCache:
+        """The cache that `KVCache.save` wrote, to go on with; on this model's devices.
+
+        method: with the settings that it was saved with.
+
+        Raises:
+            CacheFileError: the file is foreign, truncated, altered or of a newer format, or of
+                another model, dtype, method or setting (kv-offload's subclasses say which).
+            OSError: the file cannot be read.
+        """
+        cache = self.cache(method)
+        load(cache, path, self.model, method)
+        return cache
 
     def detach(self) -> None:
         """Take everything off the model again; a second call does nothing."""

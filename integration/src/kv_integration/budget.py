@@ -13,17 +13,18 @@ class BudgetTooSmallError(ValueError):
         self.least = least
 
 
-def check_budget(budget: int | float) -> None:
+def check_budget(budget: int | float, name: str = "budget") -> None:
     """Raise unless `budget` is a positive number of entries or a share of the prompt in (0, 1].
 
     An `int` counts entries, a `float` is a share, so `1` is one entry and `1.0` the whole prompt.
+    name: of the argument, for the error.
     """
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
-        raise TypeError(f"budget must be an int or a float, got {budget!r}")
+        raise TypeError(f"{name} must be an int or a float, got {budget!r}")
     if isinstance(budget, int) and budget < 1:
-        raise ValueError(f"budget as a number of entries must be at least 1, got {budget}")
+        raise ValueError(f"{name} as a number of entries must be at least 1, got {budget}")
     if isinstance(budget, float) and not 0 < budget <= 1:
-        raise ValueError(f"budget as a share of the prompt must be in (0, 1], got {budget}")
+        raise ValueError(f"{name} as a share of the prompt must be in (0, 1], got {budget}")
 
 
 def budget_entries(budget: int | float, prompt_tokens: int) -> int:
@@ -39,7 +40,7 @@ def split_window(budget: int, window: int) -> tuple[int, int]:
     The window gets its whole size while that is at most a quarter of the budget, else a quarter.
     Its queries look at what stands just before them more than at anything else, so a window that
     reaches beyond the question draws the selection to itself: with half of a small budget what is
-    asked for is lost (`benchmarks/results/sweep`). The papers' own windows are a quarter or less.
+    asked for is lost (`benchmarks/results/sweep`).
 
     Returns:
         `(window, selected)`, which sum to `budget`.

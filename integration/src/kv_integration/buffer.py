@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kv_attn_triton import attention
+from kv_integration.storable import storable
 from kv_offload import storage_bytes
 
 ROOM = 64  # entries added at the least when a buffer grows
 
 
+@storable
 class KVBuffer:
     """`keys`, `values`: [B, H_kv, capacity, D]; the first `lengths[b, h]` entries are live.
 
@@ -47,6 +50,16 @@ class KVBuffer:
             lengths = torch.tensor(counts, dtype=torch.int32, device=keys.device)
             buffer.lengths = lengths[:, None].expand(-1, heads).contiguous()
         return buffer
+
+    def stored_fields(self) -> dict[str, Any]:
+        """What is live, for a file: the room to grow is not."""
+        live = slice(0, self.count)
+        return {
+            "keys": self.keys[:, :, live],
+            "values": self.values[:, :, live],
+            "lengths": self.lengths,
+            "count": self.count,
+        }
 
     def append(self, keys: Tensor, values: Tensor, valid: Tensor | None = None) -> None:
         """Add entries [B, H_kv, n, D]; of row b only those where `valid` [B, n] holds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from typing import Any
 
@@ -15,6 +16,7 @@ from kv_integration.layer import CompressedLayer, SlidingLayer, in_order
 from kv_integration.method import Context, Method, Plan
 from kv_integration.report import LayerReport, Report
 from kv_integration.rope import RopeTables, Turn
+from kv_integration.saved import save
 from kv_integration.surprise import PromptSurprisal
 from kv_offload import storage_bytes
 
@@ -107,6 +109,22 @@ class KVCache(Cache):
             return self.config is model.config
         return self._owner() is model
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all that this cache holds to a file, from which `Attached.load` goes on.
+
+        The file is a safetensors file with a checked header (kv-offload's `save_cache`): written
+        whole or not at all, and tied to the model's weights, the method and its settings.
+
+        Raises:
+            ValueError: no whole prompt was seen, the model is gone, or the method's state cannot be
+                stored; the text names what cannot.
+            OSError: the file cannot be written.
+        """
+        model = None if self._owner is None else self._owner()
+        if model is None:
+            raise ValueError("the model that this cache was made for is gone: it cannot be saved")
+        save(self, path, model)
+
     def expect(self, prompt_length: int) -> None:
         """`generate` is about to bring a prompt of so many tokens, if this cache is empty."""
         if self.tokens == 0:
@@ -186,7 +204,7 @@ class KVCache(Cache):
     def rope_tables(
         self, tables: RopeTables | None, turn: Turn, device: torch.device
     ) -> RopeTables:
-        """`tables` of a layer with the tokens that pass the model now, added once for all layers.
+        """`tables` of a layer, the tokens that are passing the model added once for all layers.
 
         None: it has none yet, and shares those of the first layer that was given the same.
         """

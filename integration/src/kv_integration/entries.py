@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from kv_attn_triton import ragged_attention, selected_attention
+from kv_integration.storable import storable
 from kv_offload import storage_bytes
 
 
+@storable
 @dataclass
 class Entries:
     """Keys [N, D] and values [N, Dv]; list (b, h) is `starts[b, h]` .. `+ lengths[b, h]`.

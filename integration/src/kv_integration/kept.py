@@ -12,6 +12,7 @@ from kv_attn_triton import merge_states
 from kv_integration.buffer import KVBuffer
 from kv_integration.entries import Entries, RowEntries
 from kv_integration.method import LayerState, Recalled
+from kv_integration.storable import storable
 from kv_offload import storage_bytes
 
 
@@ -23,6 +24,7 @@ def hold(rows: Sequence[RowEntries]) -> LayerState:
     return Packed(rows)
 
 
+@storable
 class Kept(LayerState):
     """Lists of one length, followed in the same buffer by the tokens that came after the prompt."""
 
@@ -70,6 +72,7 @@ class Kept(LayerState):
         return Recalled(keys, values, torch.cat([own, since], dim=2), None)
 
 
+@storable
 class Packed(LayerState):
     """Lists of unequal length without padding; the tokens after them have a buffer of their own."""
 

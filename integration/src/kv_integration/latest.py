@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kv_integration.storable import storable
 from kv_offload import storage_bytes
 
 
+@storable
 class LatestQueries:
     """The last `count` tokens' queries of every row.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from kv_integration.budget import budget_entries
 from kv_integration.rope import RopeTables, Rotation
+from kv_integration.storable import storable
 from kv_integration.surprise import LMHead
 from kv_offload import storage_bytes
 from kv_segment import delimiter_table
@@ -51,6 +52,7 @@ class Context:
         return self._tables[texts]
 
 
+@storable
 @dataclass
 class Plan:
     """What all layers share about one prompt: segments and whatever decoding must follow.
@@ -197,7 +199,8 @@ class Method(ABC):
     recompresses: bool = False  # whether `compress` takes rows that were compressed before
     observe: int = 0  # how many of the prompt's last queries `compress` wants
     accumulates: bool = False  # whether it wants `Row.received` from the prompt's own attention
-    rope: Literal["prompt", "all"] | None = None  # of which tokens it wants cos and sin
+    # of which tokens it wants cos and sin
+    rope: ClassVar[Literal["prompt", "all"] | None] = None
     # Whether the plan wants the prompt's surprisal: all layers hold the prompt until the model
     # has seen its last token, and compress then.
     needs_surprisal: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -38,10 +39,10 @@ KNOWN = (
 class Turn(NamedTuple):
     """What one attention module was given: cos, sin [1 or B, Q, R], and what it does with them.
 
-    key: the same for modules that were given the same tables.
+    given: cos as the model made it, before it was moved between devices.
     """
 
-    key: int
+    given: weakref.ref[Tensor]
     cos: Tensor
     sin: Tensor
     rotation: Rotation
@@ -76,7 +77,7 @@ def turn_of(
     if index not in known:
         known[index] = rotation_of(module, args, kwargs, cache)
     rotation = known[index]
-    return None if rotation is None else Turn(id(tables[0]), *tables, rotation)
+    return None if rotation is None else Turn(weakref.ref(tables[0]), *tables, rotation)
 
 
 class _Keys(Exception):
@@ -118,7 +119,8 @@ def rotation_of(
         try:
             module.forward(*(replaced(x) for x in args), **given)
         except _Keys as caught:
-            return caught.args[0].float()  # type: ignore[no-any-return]
+            caught_keys: Tensor = caught.args[0]
+            return caught_keys.float()
         raise ValueError(f"{type(module).__name__} stores no keys in its cache")
 
     def tables(way: Form) -> tuple[Tensor, Tensor]:
@@ -161,7 +163,7 @@ class RopeTables:
     """
 
     def __init__(self, turn: Turn, device: torch.device, *, grows: bool) -> None:
-        self.key, self.device, self.rotation = turn.key, device, turn.rotation
+        self.given, self.device, self.rotation = turn.given, device, turn.rotation
         self.grows = grows
         self.seen = 0
         self._held: KVBuffer | None = None
@@ -189,8 +191,9 @@ class RopeTables:
 
     def shared_by(self, turn: Turn, device: torch.device, seen: int) -> bool:
         """Whether a layer that is given `turn` now can use these."""
-        same = (self.key, self.rotation, self.device) == (turn.key, turn.rotation, device)
-        return same and self.seen == seen
+        given = self.given()  # None when it is gone: another tensor may be where it was
+        same = given is not None and given is turn.given()
+        return same and (self.rotation, self.device, self.seen) == (turn.rotation, device, seen)
 
     def append(self, cos: Tensor, sin: Tensor, valid: Tensor | None, *, batch: int) -> None:
         """Add cos, sin [1 or B, n, R] of new tokens; of row b only where `valid` [B, n] holds."""

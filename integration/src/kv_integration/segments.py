@@ -11,11 +11,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kv_integration.method import Plan, Row
+from kv_integration.storable import storable
 from kv_offload import storage_bytes
 
 Cut = Callable[[NDArray[np.int64], NDArray[np.bool_]], NDArray[np.int64]]
 
 
+@storable
 class SegmentPlan(Plan):
     """Segments by a function `cut` of kv-segment from token ids and a table of delimiters."""
 

@@ -74,7 +74,7 @@ class SentencePlan(Plan):
 
 
 def punkt_sentences(ids: Tensor, context: Context) -> Tensor:
-    """Sentences of one row's tokens by Punkt from their text: int64[S + 1] on the ids' device.
+    """Sentences of one row's tokens by Punkt, which learns from their text: int64[S + 1].
 
     Raises:
         ValueError: the model was attached without a tokenizer.
@@ -88,7 +88,9 @@ def punkt_sentences(ids: Tensor, context: Context) -> Tensor:
     texts = token_texts(context.tokenizer, ids.cpu().numpy())
     ends = np.cumsum([len(text) for text in texts])
     spans = np.stack([np.concatenate([[0], ends[:-1]]), ends], axis=1)
-    return torch.from_numpy(sentences("".join(texts), spans)).to(ids.device)
+    # Untrained Punkt ends a sentence after every "Dr."; there is no data to take it from but these.
+    offsets = sentences("".join(texts), spans, train_on_text=True)
+    return torch.from_numpy(offsets).to(ids.device)
 
 
 def stack_offsets(rows: Sequence[Tensor]) -> Tensor:

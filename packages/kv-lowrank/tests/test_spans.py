@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_lowrank import (
+    _small_svd,
     apply_gates,
     effective_rank,
     gated_error,
@@ -201,6 +202,20 @@ def test_slabs_do_not_change_the_spans(shape, max_rank, slab, seed):
     one, other = (span_rows(each, indices)[0] for each in (whole, parts))
     lost = [each.square().sum((-2, -1)) for each in (one, other)]
     torch.testing.assert_close(*lost, atol=1e-4, rtol=1e-4)
+
+
+@given(shapes, ranks, st.integers(2, 4), seeds)
+def test_threads_do_not_change_the_spans(shape, max_rank, threads, seed):
+    batch, _, tokens, _ = shape
+    x, offsets = normal(seed, *shape), cuts(seed, batch, tokens)
+    expected = span_svd(x, offsets, max_rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_small_svd, "_MANY", 1)
+        patch.setattr(torch, "get_num_threads", lambda: threads)
+        with torch.inference_mode():
+            got = span_svd(x, offsets, max_rank)
+    for one, other in zip(got[:4], expected[:4], strict=True):
+        assert torch.equal(one, other)
 
 
 @given(st.integers(1, 200), st.integers(1, 3), seeds)

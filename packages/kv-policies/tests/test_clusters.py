@@ -103,6 +103,7 @@ def test_blocks_and_slabs_do_not_show(case: Case, theta: float, block: int, slab
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clusters, "_TILE", block)
         patch.setattr(clusters, "_SLAB", slab)
+        patch.setattr(clusters, "_FETCHED", slab)
         assert torch.equal(kp.greedy_clusters(keys, offsets, theta, valid=valid), expected)
 
 

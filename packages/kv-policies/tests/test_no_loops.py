@@ -70,7 +70,8 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], object]] = {
 def test_as_many_operations_for_more_of_everything(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clusters, "_SLAB", 2**30)  # slabs follow the memory, not the tokens
+    for size in ("_SLAB", "_FETCHED"):  # follow the memory, not the tokens
+        monkeypatch.setattr(clusters, size, 2**30)
     counts = []
     for b, h, copies in ((2, 2, 2), (2, 5, 2), (2, 2, 6), (4, 2, 2), (3, 3, 4)):
         with Count() as count:

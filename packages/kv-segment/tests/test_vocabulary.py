@@ -198,3 +198,40 @@ def test_refuses_delimiters_that_are_none(build: Build) -> None:
     tokenizer, _, _ = build(["x"])
     with pytest.raises(ValueError, match="non-empty strings"):
         ks.delimiter_table(tokenizer, [])
+
+
+@given(st.data(), pieces)
+def test_texts_of_tokens_join_to_what_they_decode_to(data: st.DataObject, texts: list[str]) -> None:
+    """After a word, so that no decoder drops a leading space; a special token adds nothing."""
+    build = data.draw(st.sampled_from([byte_level, unigram]))
+    tokenizer, ids, _ = build(["word", *texts])
+    tokenizer.add_special_tokens(["<end>"])
+    said = [ids[0], *data.draw(st.lists(st.sampled_from(ids), max_size=20))]
+    own = ks.token_texts(tokenizer, said)
+    assert len(own) == len(said)
+    assert "".join(own).strip() == tokenizer.decode(said).replace("▁", " ").strip()
+    end = tokenizer.token_to_id("<end>")
+    assert ks.token_texts(tokenizer, [end, ids[0], end]) == ["", "word", ""]
+
+
+def test_texts_are_the_spans_that_sentences_wants() -> None:
+    texts = ["One", " is", " here", ".", " Two", " is", "!", " Three"]
+    tokenizer, ids, _ = byte_level(texts)
+    own = ks.token_texts(tokenizer, ids)
+    ends = np.cumsum([len(text) for text in own])
+    spans = np.stack([np.concatenate([[0], ends[:-1]]), ends], axis=1)
+    assert ks.sentences("".join(own), spans).tolist() == [0, 4, 7, 8]
+
+
+def test_texts_of_no_token_and_of_wrong_ones() -> None:
+    tokenizer, ids, _ = byte_level(["One"])
+    assert ks.token_texts(tokenizer, []) == []
+    size = tokenizer.get_vocab_size()
+    with pytest.raises(ValueError, match=f"vocabulary of {size} entries, got {size}"):
+        ks.token_texts(tokenizer, [ids[0], size])
+    with pytest.raises(ValueError, match="got -1"):
+        ks.token_texts(tokenizer, [ids[0], -1])
+    with pytest.raises(TypeError, match="ids must hold integers"):
+        ks.token_texts(tokenizer, [0.5])
+    with pytest.raises(TypeError, match="tokenizer must be a transformers"):
+        ks.token_texts(object(), ids)

@@ -19,6 +19,7 @@ from kv_integration.budget import check_budget
 from kv_integration.eviction import take
 from kv_integration.heavy import accumulated, check_recent
 from kv_integration.method import LayerState, Method, Plan, Row
+from kv_integration.storable import storable
 from kv_offload import storage_bytes
 from kv_policies import top_tokens
 from kv_score import accumulated_attention
@@ -51,6 +52,7 @@ class H2O(Method):
         return HeavyHitters(rows, capacities(self.budget, rows), self.recent)
 
 
+@storable
 class HeavyHitters(Bounded):
     """score: float32[B, H_kv, C], attention received so far; position: int64[B, H_kv, C], -1 for
     slots without a token."""

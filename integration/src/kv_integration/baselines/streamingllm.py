@@ -14,6 +14,7 @@ from torch import Tensor
 from kv_integration.bounded import Bounded, capacities
 from kv_integration.budget import check_budget
 from kv_integration.method import LayerState, Method, Plan, Row
+from kv_integration.storable import storable
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class StreamingLLM(Method):
         return Rolling(rows, capacities(self.budget, rows), self.sinks)
 
 
+@storable
 class Rolling(Bounded):
     """A token's slot follows from its position: the sinks' slots first, then a ring."""
 

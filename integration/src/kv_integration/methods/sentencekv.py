@@ -24,6 +24,7 @@ from kv_integration.offloaded import Offloaded
 from kv_integration.retrieval import stack_rows
 from kv_integration.segments import segments
 from kv_integration.sentences import SentencePlan, punkt_sentences, stack_offsets
+from kv_integration.storable import storable
 from kv_offload import storage_bytes
 from kv_policies import fill_segments, top_tokens
 from kv_score import segment_mean, segment_scores
@@ -42,9 +43,9 @@ class SentenceKV(Method):
         keep: tokens stored per token that a step retrieves (r).
         retrieve: `step` looks for sentences at every token (Figure 2), `sentence` when a sentence
             of the answer has ended and at its first token (Algorithm 1).
-        sentences: how the prompt is cut: after `punctuation`, or by NLTK's Punkt from its text
-            (`punkt`, section 7), which knows abbreviations but only `.`, `?` and `!`. What is
-            generated ends its sentences by punctuation either way.
+        sentences: how the prompt is cut: after `punctuation`, or by NLTK's Punkt (`punkt`,
+            section 7), which learns abbreviations from the prompt's own text and ends sentences at
+            `.`, `?` and `!` only. What is generated ends its sentences by punctuation either way.
         per: whether a whole `layer` stores the same tokens, scored over all heads as in the
             paper, or each `kv_head` its own.
         group: the similarity of a sentence to a KV head is the `mean` or the `max` of its query
@@ -162,6 +163,7 @@ def by_sentence(stored: Tensor, alpha: Tensor, offsets: Tensor) -> tuple[Tensor,
     return stored.gather(-1, order), torch.nn.functional.pad(counts.cumsum(-1), (1, 0))
 
 
+@storable
 class SentenceState(LayerState):
     """Sentence means and latest tokens on the device, stored tokens on the host or disk."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,14 +43,16 @@ class ShadowKV(Method):
         outliers: chunks per KV head that their mean stands for worst, kept exactly on the device.
         window: latest tokens kept exactly on the device.
         sparse: entries retrieved per step at the most (the paper's sparse budget), a number or a
-            share of the prompt such as 1 / 64; None for all that the budget leaves.
+            share of the prompt such as 1 / 64, rounded up to whole chunks; None for all that the
+            budget leaves.
         tier: where the values lie, `host` or `disk`.
         fp8: store factors, landmarks and offloaded values in float8_e5m2 (A.4).
 
     The tokens at the prompt's end that fill no chunk are exact, too. Where a budget is too small
-    for all of this, the latest tokens get at most half of it (but those that fill no chunk, as far
-    as they fit), and the outlier chunks at most half of the chunks that fit into what is left.
-    Chunks of one token have no outliers: nothing is lost in their mean.
+    for all of this, the window gets at most half of it, and the outlier chunks at most half of the
+    chunks that fit into what is left. Where not one chunk fits, the latest tokens get all of the
+    budget and the others are forgotten. Chunks of one token have no outliers: nothing is lost in
+    their mean.
 
     Tokens that come together, as those of a later turn or of a draft do, share one selection
     (Algorithm 2 sums their scores): assisted decoding need not give the tokens of greedy decoding.
@@ -69,12 +71,12 @@ class ShadowKV(Method):
     tier: Literal["host", "disk"] = "host"
     fp8: bool = False
 
-    rope = "prompt"
+    rope: ClassVar[Literal["prompt", "all"]] = "prompt"
 
     def __post_init__(self) -> None:
         check_budget(self.budget)
         if self.sparse is not None:
-            check_budget(self.sparse)
+            check_budget(self.sparse, "sparse")
         for name, least in (("rank", 1), ("chunk", 1), ("outliers", 0), ("window", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -132,14 +134,15 @@ class ShadowKV(Method):
         rest = tokens % self.chunk
         most = max(min(self.window + self.chunk - 1, budget // 2), rest)
         tail = most - (most - rest) % self.chunk
-        exact = min(tail, budget)
+        if budget - tail < self.chunk:
+            return Share(budget, 0, 0, 0)
         chunks = (tokens - tail) // self.chunk
-        fitting = min((budget - exact) // self.chunk, chunks)
+        fitting = min((budget - tail) // self.chunk, chunks)
         outliers = min(self.outliers, fitting // 2) if self.chunk > 1 else 0
         selected = fitting - outliers
         if self.sparse is not None:
-            selected = min(selected, budget_entries(self.sparse, tokens) // self.chunk)
-        return Share(tail, exact, chunks, outliers, selected)
+            selected = min(selected, -(-budget_entries(self.sparse, tokens) // self.chunk))
+        return Share(tail, chunks, outliers, selected)
 
     def stored(self, x: Tensor) -> Tensor:
         """`x` in the dtype that it is stored in."""
@@ -147,13 +150,11 @@ class ShadowKV(Method):
 
 
 class Share(NamedTuple):
-    """Parts of a prompt: the latest `tail` tokens, and `chunks` chunks before them.
+    """Parts of a prompt: the `exact` latest tokens, and `chunks` chunks before them.
 
-    exact: how many of the tail are attended; all, unless the budget is less than fills no chunk.
     outliers, selected: chunks per KV head kept exactly, and retrieved per step.
     """
 
-    tail: int
     exact: int
     chunks: int
     outliers: int

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class ShadowKVPlus(ShadowKV):
 
     recent: int = 512
 
-    rope = "all"
+    rope: ClassVar[Literal["prompt", "all"]] = "all"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,7 +52,8 @@ class ShadowPlusState(ShadowState):
     """A ShadowState that grows.
 
     held: tokens of each row that are exact and no outliers. made: chunks of each row that have
-    factors. moves: whether a row's tokens ever get factors.
+    factors. moves: whether a row's tokens ever get factors; where some of the prompt are forgotten,
+    those that are left do not go on from its chunks.
     """
 
     method: ShadowKVPlus
@@ -64,8 +66,8 @@ class ShadowPlusState(ShadowState):
         self.made = [share.chunks for share in self.shares]
         wanted = method.rank_of(rows[0].keys.shape[1] * rows[0].keys.shape[3])
         self.moves = [
-            share.exact == share.tail and part.left.shape[2] == wanted
-            for share, part in zip(self.shares, parts, strict=True)
+            share.exact + share.chunks * method.chunk == row.tokens and part.left.shape[2] == wanted
+            for share, part, row in zip(self.shares, parts, rows, strict=True)
         ]
 
     def step(
@@ -122,8 +124,10 @@ class ShadowPlusState(ShadowState):
     def _granted(self, row: int) -> int:
         """Chunks that a step retrieves of a row: of the new ones as large a share as before."""
         share = self.shares[row]
-        before = share.chunks - share.outliers
-        return share.selected * (self.made[row] - share.outliers) // max(before, 1)
+        if share.chunks == 0:
+            return self.made[row]
+        before, now = (n - share.outliers for n in (share.chunks, self.made[row]))
+        return share.selected * now // before
 
     def _reserve(self, chunks: int) -> None:
         """Room for so many chunks in every row."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kv_integration.budget import budget_entries
 from kv_integration.fingerprint import model_fingerprint
 from kv_integration.router import Router, leading_directions
 from kv_integration.router_training import checkpoint
@@ -213,13 +214,17 @@ def make_optimizer(router: Router, settings: Training) -> torch.optim.AdamW:
 
 
 def check_lengths(model: PreTrainedModel, settings: Training) -> None:
-    """Raise ValueError unless windows fit into the model's positions."""
+    """Raise ValueError unless windows fit into the model's positions and spans into all budgets."""
     config = model.config.get_text_config(decoder=True)
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and settings.lengths[-1] > positions:
         raise ValueError(
             f"lengths must be within the model's {positions} positions, got {settings.lengths[-1]}"
         )
+    for length in settings.lengths:
+        for budget in settings.budgets:
+            granted = budget_entries(budget, length)
+            settings.segmentation(anchors=True).check(length, granted)
 
 
 def diverged(step: int, what: str, saved: Path | None) -> str:

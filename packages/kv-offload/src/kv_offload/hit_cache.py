@@ -55,6 +55,11 @@ class HitCache:
         self._prefetched = 0
 
     @property
+    def store(self) -> TieredStore:
+        """The store that is asked for misses."""
+        return self._store
+
+    @property
     def capacity(self) -> int:
         """The largest K of a selection, in rows per head."""
         return self._capacity

@@ -1,8 +1,9 @@
 """SemantiCache's greedy seed clustering, over all chunks and heads at once.
 
-Chunks are stacked by length. Within a stack cosines are taken for a slab of chunks at a time, so
-that they stay in the processor's cache, and shrink to one bit each; chunks longer than a tile go
-through tile by tile, all chunks of the stack together.
+Chunks are stacked by length. Within a stack cosines are taken for a slab of chunks at a time and
+shrink to one bit each; keys are fetched and multiplied a few chunks of a slab at a time, so that
+they stay in the processor's cache. Chunks longer than a tile go through tile by tile, all chunks of
+the stack together.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from kv_policies._seeds import first, pack, settle
 _NARROW = 4
 _STEP = 8
 _TILE = 128
-# Squares of larger keys may not fit float32.
+# Squares of larger keys may not fit float32, and squares of shorter ones are zero in it.
 _LARGEST = 1e17
-# Numbers that a slab of keys or cosines holds: what stays in a core's cache, what fills a GPU.
-_SLAB = 2**20
-_SLAB_ON_A_DEVICE = 2**25
+_SHORTEST = 1e-19
+# Numbers in a slab of cosines, and of keys that a thread multiplies at a time: what stays in its
+# cache; and both on a GPU, which they fill.
+_SLAB = 2**19
+_FETCHED = 2**17
+_ON_A_DEVICE = 2**25
 
 
 def greedy_clusters(
@@ -123,7 +127,9 @@ class Chunks:
     def __init__(self, keys: Tensor, table: Tensor, valid: Tensor, *, keep: int = 0) -> None:
         self._heads, self._tokens, self._dim = keys.shape[1:]
         self._valid, self._keep = valid, keep
-        self._slab = _SLAB if keys.device.type == "cpu" else _SLAB_ON_A_DEVICE
+        cpu = keys.device.type == "cpu"
+        self._slab = _SLAB if cpu else _ON_A_DEVICE
+        self._fetched = _FETCHED * torch.get_num_threads() if cpu else _ON_A_DEVICE
         self._held: dict[tuple[int, int, int, int], _Products] = {}
         self._stacks: list[Stack] = []
         if keys.shape[0] * self._heads * self._tokens:
@@ -177,21 +183,17 @@ class Chunks:
         return seed
 
     def _near(self, i: int, rows: slice, columns: slice, theta: Tensor) -> Tensor:
-        """int32[words, C, H, W]: which tokens of `columns` are similar to each of `rows`, as bits.
-
-        One slab of chunks at a time.
-        """
+        """int32[words, C, H, W]: to which of `columns` each of `rows` is similar, as bits."""
         ones, others = (self._stacks[i].number[..., span] for span in (rows, columns))
         width = others.shape[2]
-        step = self._slab // (self._heads * max(ones.shape[2], width) * max(self._dim, width))
+        step = max(1, self._slab // (self._heads * ones.shape[2] * width))
         near = []
-        for start in range(0, len(ones), max(1, step)):
-            part = slice(start, start + max(1, step))
+        for start in range(0, len(ones), step):
+            part = slice(start, start + step)
             place = (i, rows.start, columns.start, start)
             products = self._held.get(place)
             if products is None:
-                one = self._rows.take(ones[part])
-                products = _products(one, one if rows == columns else self._rows.take(others[part]))
+                products = self._products(ones[part], None if rows == columns else others[part])
                 if products.of_units.numel() <= self._keep:
                     self._keep -= products.of_units.numel()
                     self._held[place] = products
@@ -199,6 +201,27 @@ class Chunks:
             limit = theta[part, :, None, None] * products.length
             near.append(pack(torch.gt(products.of_units, limit, out=similar)))
         return torch.cat(near, dim=1)
+
+    def _products(self, ones: Tensor, others: Tensor | None) -> _Products:
+        """float32, of keys with numbers `ones` [C, H, W] and `others` [C, H, V]; None: `ones`."""
+        sides = [ones] if others is None else [ones, others]
+        product = torch.empty(*ones.shape, sides[-1].shape[2], device=ones.device)
+        lengths = [torch.empty(side.shape, device=ones.device) for side in sides]
+        step = max(1, self._fetched // (self._heads * max(product.shape[2:]) * self._dim))
+        for start in range(0, len(ones), step):
+            part = slice(start, start + step)
+            keys = [self._rows.take(side[part]) for side in sides]
+            one, other = (k.flatten(0, 1) for k in (keys[0], keys[-1]))
+            torch.bmm(one, other.mT, out=product[part].flatten(0, 1))
+            if others is not None:
+                for length, k in zip(lengths, keys, strict=True):
+                    torch.linalg.vector_norm(k, dim=-1, out=length[part])
+        if others is None:
+            lengths = [product.diagonal(dim1=-2, dim2=-1).sqrt()]
+        for length in lengths:
+            length.clamp_(min=_SHORTEST)
+        product /= lengths[-1][..., None, :]
+        return _Products(product, lengths[0][..., None])
 
 
 def _padded(length: Tensor) -> Tensor:
@@ -212,19 +235,4 @@ class _Products(NamedTuple):
     """The cosine of t and s is `of_units[..., t, s] / length[..., t, 0]`."""
 
     of_units: Tensor  # [C, H, W, V], key t by key s over its length; 0 for keys of length zero
-    length: Tensor  # [C, H, W, 1], 1 for keys of length zero
-
-
-def _products(one: Tensor, other: Tensor) -> _Products:
-    """float32, of keys `one` [C, H, W, D] and `other` [C, H, V, D], which may be `one` itself."""
-    product = torch.bmm(one.flatten(0, 1), other.flatten(0, 1).mT).unflatten(0, one.shape[:2])
-    if one is other:
-        down = across = _not_zero(product.diagonal(dim1=-2, dim2=-1).sqrt())
-    else:
-        down, across = (_not_zero(torch.linalg.vector_norm(k, dim=-1)) for k in (one, other))
-    product /= across[..., None, :]
-    return _Products(product, down[..., None])
-
-
-def _not_zero(length: Tensor) -> Tensor:
-    return torch.where(length == 0, 1.0, length)
+    length: Tensor  # [C, H, W, 1], not zero

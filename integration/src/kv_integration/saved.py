@@ -1,0 +1,100 @@
+"""Caches as files: a conversation is saved, and goes on from the file as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kv_integration.fingerprint import model_fingerprint
+from kv_integration.layer import CompressedLayer, SlidingLayer
+from kv_integration.method import Method
+from kv_integration.storable import Packer, Unpacker
+from kv_offload import CacheFileError, load_cache, save_cache
+
+if TYPE_CHECKING:
+    from kv_integration.cache import KVCache
+
+FORMAT = 1  # of what is stored about a cache; rises when attributes change their meaning
+CACHE = ("tokens", "prompt_tokens", "row_tokens", "row_seen", "prompt_length", "recompress_after")
+COMPRESSED = ("seen", "since", "token_bytes", "batch_size", "scale", "latest", "state")
+SLIDING = ("keys", "values", "cumulative_length", "record_past")
+
+
+def save(cache: KVCache, path: str | os.PathLike[str], model: PreTrainedModel) -> None:
+    """Write `cache` of `model`; `KVCache.save` says how and what it raises."""
+    if not cache.prompt_complete or any(x.seen != cache.tokens for x in cache.compressed):
+        raise ValueError(
+            f"there is no whole prompt in this cache to be saved: of {cache.tokens} tokens its "
+            f"layers hold {sorted({layer.seen for layer in cache.compressed})}"
+        )
+    packer = Packer({"method": cache.method})
+    try:
+        plan = packer.pack(cache.plan, "plan")
+        layers = [
+            {
+                name: packer.pack(getattr(layer, name), f"layers.{number}.{name}")
+                for name in _attributes(layer)
+            }
+            for number, layer in enumerate(cache.layers)
+        ]
+    except ValueError as error:
+        raise ValueError(f"a cache of {cache.method.name} cannot be saved: {error}") from error
+    extra = {
+        "format": FORMAT,
+        "settings": repr(cache.method),
+        "dtype": str(model.dtype),
+        "cache": {name: getattr(cache, name) for name in CACHE},
+        "plan": plan,
+        "layers": layers,
+    }
+    save_cache(
+        path,
+        packer.tensors,
+        method=cache.method.name,
+        fingerprint=model_fingerprint(model),
+        extra=extra,
+    )
+
+
+def load(
+    cache: KVCache, path: str | os.PathLike[str], model: PreTrainedModel, method: Method
+) -> None:
+    """Fill the new, empty `cache`; `Attached.load` says how and what it raises."""
+    file = load_cache(path, fingerprint=model_fingerprint(model))
+    found = file.extra
+    for what, have, wanted in (
+        ("format", found.get("format"), FORMAT),
+        ("method", found.get("settings"), repr(method)),
+        ("dtype", found.get("dtype"), str(model.dtype)),
+    ):
+        if have != wanted:
+            raise CacheFileError(f"{path} was saved with {what} {have}, wanted {wanted}")
+    for name in CACHE:
+        setattr(cache, name, found["cache"][name])
+    reader = Unpacker({"method": method}, file.tensors, model.device)
+    cache.plan = reader.unpack(found["plan"])
+    cache.prompt_complete = True
+    devices, layers = _devices(model), list[Any](cache.layers)
+    for number, (layer, node) in enumerate(zip(layers, found["layers"], strict=True)):
+        reader.device = devices.get(number, model.device)
+        fields = {name: reader.unpack(part) for name, part in node.items()}
+        if isinstance(layer, SlidingLayer):
+            layer.lazy_initialization(fields["keys"], fields["values"])
+        layer.device = reader.device
+        vars(layer).update(fields)
+
+
+def _attributes(layer: Any) -> tuple[str, ...]:
+    return COMPRESSED if isinstance(layer, CompressedLayer) else SLIDING
+
+
+def _devices(model: PreTrainedModel) -> dict[int, torch.device]:
+    """Where each layer's attention is."""
+    return {
+        int(module.layer_idx): next(module.parameters()).device  # type: ignore[arg-type]
+        for module in model.modules()
+        if type(module).__name__.endswith("Attention") and hasattr(module, "layer_idx")
+    }

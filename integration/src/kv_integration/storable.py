@@ -1,0 +1,155 @@
+"""What a cache holds as plain data and named tensors, and back.
+
+A class joins with one line, `@storable`: its attributes are what is stored. It may say otherwise by
+`stored_fields(self) -> dict` and a class method `from_fields(cls, fields)`. Attributes are numbers,
+strings, tensors, numpy arrays, functions of kv-segment, tiered stores, hit caches, storable
+objects, and lists, tuples and dicts of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import kv_segment
+from kv_offload import HitCache, TieredStore
+
+Class = TypeVar("Class", bound=type)
+_CLASSES: dict[str, type] = {}
+
+
+def storable(cls: Class) -> Class:
+    """Let objects of this class, not of its subclasses, be part of a cache file."""
+    _CLASSES[cls.__name__] = cls
+    return cls
+
+
+class Packer:
+    """Turns objects into JSON-able nodes; their tensors go to `tensors`, by where they are.
+
+    known: objects that the reader has anyway and that are stored by name only.
+    """
+
+    def __init__(self, known: Mapping[str, object]) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._known = {id(value): name for name, value in known.items()}
+        self._numbers: dict[int, int] = {}
+        self._alive: list[object] = []  # so that no id is given away while it counts
+
+    def pack(self, value: Any, path: str) -> Any:
+        """The node of `value`, which is found at `path`.
+
+        Raises:
+            ValueError: it, or something in it, cannot be stored.
+        """
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        if id(value) in self._known:
+            return {"known": self._known[id(value)]}
+        if id(value) in self._numbers:
+            return {"again": self._numbers[id(value)]}
+        if isinstance(value, Tensor):
+            self.tensors[path] = value
+            return {"tensor": path}
+        if isinstance(value, np.ndarray):
+            self.tensors[path] = torch.from_numpy(value)
+            return {"array": path}
+        if isinstance(value, list):
+            return self._each(value, path)
+        if isinstance(value, tuple):
+            return {"tuple": self._each(value, path)}
+        if isinstance(value, dict):
+            return {
+                "keys": self._each(list(value), f"{path}.key"),
+                "values": self._each(list(value.values()), path),
+            }
+        name = getattr(value, "__name__", "")
+        if name and getattr(kv_segment, name, None) is value:
+            return {"function": name}
+        kind, fields = _parts(value, path)
+        number = self._numbers[id(value)] = len(self._numbers)
+        self._alive.append(value)
+        own = {name: self.pack(part, f"{path}.{name}") for name, part in fields.items()}
+        return {"class": kind, "number": number, "fields": own}
+
+    def _each(self, values: Any, path: str) -> list[Any]:
+        return [self.pack(value, f"{path}.{i}") for i, value in enumerate(values)]
+
+
+class Unpacker:
+    """Makes the objects again: tensors are copied to `device`, `known` are the reader's own."""
+
+    def __init__(
+        self, known: Mapping[str, object], tensors: Mapping[str, Tensor], device: torch.device
+    ) -> None:
+        self.device = device
+        self._known, self._tensors = known, tensors
+        self._made: dict[int, Any] = {}
+
+    def unpack(self, node: Any) -> Any:
+        """What `Packer.pack` was given."""
+        if isinstance(node, list):
+            return [self.unpack(one) for one in node]
+        if not isinstance(node, dict):
+            return node
+        if "known" in node:
+            return self._known[node["known"]]
+        if "again" in node:
+            return self._made[node["again"]]
+        if "tensor" in node:
+            return self._tensors[node["tensor"]].to(self.device, copy=True)
+        if "array" in node:
+            return self._tensors[node["array"]].clone().numpy()
+        if "tuple" in node:
+            return tuple(self.unpack(node["tuple"]))
+        if "keys" in node:
+            return dict(zip(self.unpack(node["keys"]), self.unpack(node["values"]), strict=True))
+        if "function" in node:
+            return getattr(kv_segment, node["function"])
+        fields = {name: self.unpack(part) for name, part in node["fields"].items()}
+        made = self._made[node["number"]] = self._make(node["class"], fields)
+        return made
+
+    def _make(self, kind: str, fields: dict[str, Any]) -> Any:
+        if kind == "TieredStore":
+            return TieredStore.ragged(fields["rows"], tier=fields["tier"], device=self.device)
+        if kind == "HitCache":
+            return HitCache(fields["store"], fields["capacity"])
+        cls: Any = _CLASSES[kind]
+        if hasattr(cls, "from_fields"):
+            return cls.from_fields(fields)
+        made = cls.__new__(cls)
+        vars(made).update(fields)
+        return made
+
+
+def _parts(value: Any, path: str) -> tuple[str, dict[str, Any]]:
+    """An object's kind and attributes."""
+    if isinstance(value, TieredStore):
+        return "TieredStore", {"rows": _rows(value), "tier": value.tier}
+    if isinstance(value, HitCache):  # what it holds is found again, one miss each
+        return "HitCache", {"store": value.store, "capacity": value.capacity}
+    kind = type(value).__name__
+    if _CLASSES.get(kind) is not type(value):
+        raise ValueError(f"{path} is a {kind}, which cannot be saved: its class is not @storable")
+    return kind, _fields(value)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    own: dict[str, Any] = (
+        value.stored_fields() if hasattr(value, "stored_fields") else dict(vars(value))
+    )
+    return own
+
+
+def _rows(store: TieredStore) -> list[Tensor]:
+    """All rows of a store: [H, N_b, D] for each row of the batch."""
+    lengths = store.lengths.tolist()
+    batch, heads, longest, _ = store.shape
+    at = torch.arange(longest).expand(batch, heads, longest)
+    rows = store.gather(torch.where(at < torch.tensor(lengths)[:, None, None], at, -1))
+    return [row[:, :length] for row, length in zip(rows, lengths, strict=True)]
