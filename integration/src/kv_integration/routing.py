@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kv_integration.storable import storable
 from kv_offload import storage_bytes
 
 
+@storable
 @dataclass
 class Routing:
     """One layer's routing. Each of both has one row for all, or one per row of the batch.

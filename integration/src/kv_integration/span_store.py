@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kv_attn_triton import span_attention
+from kv_integration.storable import storable
 from kv_lowrank import PackedSpans
 from kv_offload import RecordStore, storage_bytes
 
@@ -27,6 +28,7 @@ class Factors(NamedTuple):
     v_right: Tensor
 
 
+@storable
 class SpanStore:
     """Spans of all rows and KV heads of a layer, numbered row by row, head by head.
 
@@ -46,12 +48,15 @@ class SpanStore:
         sizes = [sum(x.numel() for x in part) for part in parts]
         numbers = torch.cat([x.flatten() for part in parts for x in part])
         self.records = RecordStore(numbers, sizes, tier=tier, device=device)
-        like = rows[0]
-        self.widths = [packed.right.shape[-1] for packed in like]
-        self.rank = [max(1, *(row[i].rank for row in rows)) for i in (0, 1)]
+        self.widths = [packed.right.shape[-1] for packed in rows[0]]
         # Beside each record on the host: its tokens, and its ranks in keys and values.
         self.lengths = _table([keys.lengths for keys, _ in rows])
         self.ranks = [_table([row[i].ranks for row in rows]) for i in (0, 1)]
+        self._clear(device)
+
+    def _clear(self, device: torch.device) -> None:
+        """Hold no span on the device."""
+        self.rank = [max(1, int(ranks.max())) for ranks in self.ranks]
         self.slot_of = torch.full((len(self.records),), -1, dtype=torch.int32, device=device)
         self.resident: list[int] = []
         self.ends: list[int] = []
@@ -65,6 +70,30 @@ class SpanStore:
             )
         )
         self.bytes_moved = self.missed_tokens = 0
+
+    def stored_fields(self) -> dict[str, Any]:
+        records = self.records.read(range(len(self.records)))
+        return {
+            "numbers": torch.cat(records),
+            "sizes": [record.numel() for record in records],
+            "tier": self.records.tier,
+            "widths": self.widths,
+            "lengths": self.lengths,
+            "ranks": self.ranks,
+        }
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> SpanStore:
+        """What is on the device is found again, one miss each."""
+        made, device = cls.__new__(cls), fields["lengths"].device
+        made.records = RecordStore(
+            fields["numbers"], fields["sizes"], tier=fields["tier"], device=device
+        )
+        made.widths = fields["widths"]
+        made.lengths = fields["lengths"].cpu()
+        made.ranks = [ranks.cpu() for ranks in fields["ranks"]]
+        made._clear(device)
+        return made
 
     def fetch(self, spans: Tensor) -> Tensor:
         """Slots int64 of `spans` (numbers of spans, -1 for none) among the factors on the device.

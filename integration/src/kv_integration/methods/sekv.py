@@ -24,6 +24,7 @@ from kv_integration.router import Router, leading_directions
 from kv_integration.routing import Routing, logit, observed_threshold
 from kv_integration.span_memory import SpanMemory, SpanRow
 from kv_integration.spans import Segmentation, Spans
+from kv_integration.storable import storable
 from kv_lowrank import PackedSpans, apply_gates, pack_spans, span_svd
 from kv_score import segment_mean
 
@@ -240,6 +241,7 @@ class SeKV(Method):
         return pack_spans(factors)
 
 
+@storable
 class SpanPlan(Plan):
     """The prompt's spans, once its surprisal is known: one `Spans` per row."""
 
