@@ -10,6 +10,7 @@ from kv_bench.lowrank import lowrank
 from kv_bench.memory import memory
 from kv_bench.niah import niah
 from kv_bench.offload import offload
+from kv_bench.peers import peers
 from kv_bench.policies import policies
 from kv_bench.run import run
 from kv_bench.score import score
@@ -31,6 +32,7 @@ for command in (
     lowrank,
     memory,
     offload,
+    peers,
     policies,
     score,
     segment,

@@ -84,6 +84,26 @@ def peak_bytes(call: Callable[[], object], device: str = "cpu") -> int:
     return peak
 
 
+def peak_resident_bytes(call: Callable[[], object]) -> int | None:
+    """Most memory of the host that the process held beyond what it held before; Linux only."""
+    reset, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+    if not reset.exists():
+        return None
+    gc.collect()
+
+    def read(field: str) -> int:
+        line = next(line for line in status.read_text().splitlines() if line.startswith(field))
+        return int(line.split()[1]) * 1024
+
+    try:
+        reset.write_text("5")  # the peak starts anew
+    except OSError:
+        return None
+    before = read("VmRSS")
+    call()
+    return max(read("VmHWM") - before, 0)
+
+
 def peak_numpy_bytes(call: Callable[[], object]) -> int:
     """Most bytes that Python and numpy held beyond what they held before, the result included."""
     tracemalloc.start()
@@ -144,19 +164,25 @@ def commit() -> str:
         return ""
 
 
-def publish(rows: Sequence[Row], json_file: Path | None) -> None:
-    """Prints `rows` as a table; saves them with the command and the environment if asked to."""
+def publish(
+    rows: Sequence[Row], json_file: Path | None, *, extra: Mapping[str, object] | None = None
+) -> None:
+    """Prints `rows` as a table; saves them with the command and the environment if asked to.
+
+    extra: what else the file says of the run.
+    """
     table = Table(box=box.MARKDOWN)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     for name in columns:
         table.add_column(name, justify="left" if isinstance(rows[0].get(name), str) else "right")
     for row in rows:
         table.add_row(*(_text(row.get(name)) for name in columns))
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    Console(width=None if sys.stdout.isatty() else 320).print(table)
     if json_file is None:
         return
     command = " ".join(["kv-bench", *sys.argv[1:]])
-    content = {"command": command, "environment": environment(), "rows": list(rows)}
+    content = {"command": command, "environment": environment(), **(extra or {})}
+    content["rows"] = list(rows)
     json_file.parent.mkdir(parents=True, exist_ok=True)
     json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
