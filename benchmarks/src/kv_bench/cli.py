@@ -12,6 +12,7 @@ from kv_bench.niah import niah
 from kv_bench.offload import offload
 from kv_bench.peers import peers
 from kv_bench.policies import policies
+from kv_bench.report import report
 from kv_bench.run import run
 from kv_bench.score import score
 from kv_bench.segment import segment
@@ -27,6 +28,7 @@ def main() -> None:
 
 for command in (
     run,
+    report,
     niah,
     decode_step,
     lowrank,

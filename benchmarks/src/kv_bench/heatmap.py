@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -14,7 +15,7 @@ from kv_bench.grid import Row
 DARK = 0.6  # accuracy above which the cell is dark and its text white
 
 
-def draw(rows: Sequence[Row], title: str, path: Path) -> None:
+def draw(rows: Sequence[Row], title: str, path: Path | BinaryIO) -> None:
     """One cell per row, depth downwards; cells without a row stay white."""
     contexts = sorted({row.context for row in rows})
     depths = sorted({row.depth for row in rows})
