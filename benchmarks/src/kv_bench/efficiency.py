@@ -102,7 +102,7 @@ def efficiency(
     `source` says whether a prompt passed the model (prefill) or the cache was filled with random
     keys and values (synthetic), which has no time to the first token.
     """
-    names, granted = parse_names(methods, known=list(METHODS)), parse_budget(budget)
+    names, granted = parse_names(methods, known=METHODS), parse_budget(budget)
     lengths = parse_lengths(contexts)
     measure.set_threads(threads)
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
