@@ -79,6 +79,8 @@ class Prompt:
     def plan(self, method: Method) -> Plan:
         plan = method.begin([self.ids], Context(self.tokenizer))
         plan.settle(recompress=False)
+        if method.needs_surprisal:  # as skewed as that of text; in nats
+            plan.finish([torch.empty(self.tokens).exponential_(0.4, generator=self.draw)])
         return plan
 
     def row(self, method: Method) -> Row:
