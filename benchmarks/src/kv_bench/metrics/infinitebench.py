@@ -104,7 +104,7 @@ def summary(prediction: str, right: Sequence[str]) -> float:
 
 
 def _without(marks: str, text: str) -> str:
-    return text.translate(str.maketrans(dict.fromkeys(marks, " ")))
+    return text.translate(str.maketrans(marks, " " * len(marks)))
 
 
 def _single_spaces(text: str) -> str:

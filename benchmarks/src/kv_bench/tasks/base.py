@@ -72,11 +72,18 @@ class ScoredText:
 
 
 class Samples(Sequence[Sample]):
-    """Samples made when they are asked for; `ids` are known without making any."""
+    """Samples made when they are asked for; `ids` are known without making any.
+
+    Raises:
+        ValueError: an id occurs twice.
+    """
 
     def __init__(self, ids: Sequence[str], make: Callable[[int], Sample]) -> None:
         self.ids = tuple(ids)
         self._make = make
+        if len(set(self.ids)) < len(self.ids):
+            twice = next(id for id in self.ids if self.ids.count(id) > 1)
+            raise ValueError(f"ids must be unique, but {twice!r} occurs more than once")
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -123,7 +130,7 @@ class Task(ABC):
             count: how many; None: a generated task's default, or all there are.
             seed: draws what is drawn.
             data: where a data set is: a file or folder in its schema, or a hub id; None: its
-                published hub id. Generated tasks take none.
+                published hub id. Tasks without a data set take none.
             text: prose for haystacks; None: held-out topics of the language reference.
 
         Raises:
@@ -190,6 +197,8 @@ def check_counts(length: int | None, count: int | None) -> None:
 
 
 def cut(prediction: str, stop: Sequence[str]) -> str:
-    """`prediction` up to the first of the texts `stop`; line breaks that lead it do not count."""
-    text = prediction.lstrip("\n") if "\n" in stop else prediction
-    return min((text.split(end, 1)[0] for end in stop), key=len, default=text)
+    """`prediction` up to where the first of the texts `stop` occurs after its leading line breaks;
+    the same text if none does, so generation may go on."""
+    lead = len(prediction) - len(prediction.lstrip("\n"))
+    found = [at for end in stop if (at := prediction.find(end, lead)) >= 0]
+    return prediction[: min(found)] if found else prediction

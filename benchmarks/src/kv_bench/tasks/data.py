@@ -47,11 +47,13 @@ def read_rows(data: str | Path | None, source: Source, *, task: str) -> Sequence
     """
     if data is not None and Path(data).exists():
         file = _file(Path(data), source, task)
-        rows, where = _read_lines(file, task), str(file)
+        rows: Sequence[Row] = _read_lines(file, task)
+        where = str(file)
     elif data is not None and not _is_hub_id(data):
         raise MissingData(f"{task}: there is no file or folder {data}; {source.describe()}")
     else:
-        rows, where = _from_hub(data, source, task), str(data or source.hub)
+        rows = _from_hub(data, source, task)
+        where = str(data or source.hub)
     if not rows:
         raise MissingData(f"{task}: {where} has no rows; {source.describe()}")
     for at, row in enumerate(rows, 1):

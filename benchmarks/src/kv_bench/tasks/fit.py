@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+SLACK = 2  # tokens below the length that are not worth another try
+HALVE_EVERY = 6
+
+
 def fill(
     build: Callable[[int], Sample],
     tokenizer: PreTrainedTokenizerBase,
@@ -20,10 +24,11 @@ def fill(
     least: int,
     unit: float,
 ) -> Sample:
-    """`build(n)` for the largest `n` found with which prompt and answers take `length` tokens.
+    """`build(n)` for an `n` with which prompt and answers take `length` tokens or one or two less,
+    or one unit more would take too many.
 
-    One unit more would take too many. `build` must give the same sample whenever it is called with
-    the same number, of about that many units; it is called about five times.
+    `build` must give the same sample whenever it is called with the same number, of about that many
+    units; it is called about five times.
 
     Args:
         least: units that the sample needs.
@@ -48,21 +53,22 @@ def fill(
 
 
 def largest(size: Callable[[int], int], limit: int, *, least: int, unit: float) -> int | None:
-    """The largest n found with `size(n) <= limit < size(n + 1)`; None if `size(least)` is above.
+    """An n with `size(n)` at `limit` or up to `SLACK` below, or `size(n) <= limit < size(n + 1)`;
+    None if `size(least)` is above.
 
-    `size` is about a line of slope `unit` per step, so guesses are interpolated; every third
-    halves the interval, whatever the shape.
+    `size` is about a line of slope `unit` per step, so guesses are interpolated; one of
+    `HALVE_EVERY` halves the interval, so that any shape comes to an end.
     """
     low, low_size = least, size(least)
     if low_size > limit:
         return None
     high, high_size, tries = None, 0, 0
-    while low_size < limit and high != low + 1:
+    while limit - low_size > SLACK and high != low + 1:
         tries += 1
         if high is None:
             guess = low + max(int((limit - low_size) / unit), 1)
         else:
-            share = 0.5 if tries % 3 == 0 else (limit - low_size) / (high_size - low_size)
+            share = 0.5 if tries % HALVE_EVERY == 0 else (limit - low_size) / (high_size - low_size)
             guess = min(max(low + int((high - low) * share), low + 1), high - 1)
         guess_size = size(guess)
         if guess_size > limit:

@@ -93,7 +93,7 @@ class InfiniteBench(Task):
             context=self.context.format(**values),
             questions=(self.question.format(**values),),
             answers=(self.right(row),),
-            answer_prefix=self.answer_prefix,
+            answer_prefix=self.answer_prefix.format(**values),
             max_new_tokens=self.max_new_tokens,
             extra={"language": "zh" if self.dataset.endswith("_chn") else "en"},
         )

@@ -8,8 +8,10 @@ needles are asked for in several turns on the same cache, as in a chat about one
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,8 @@ from kv_integration.answer import is_correct
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+WORD = re.compile(r"\s*\S+")
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class Niah(GeneratedTask):
     ) -> Sample:
         body = prose(text)
         start = rng.choice(sentence_starts(body)[:-1])
-        body = f"{body[start:]}\n\n{body[:start]}\n\n".lstrip()
+        words = WORD.findall(f"\n\n{body[start:]}\n\n{body[:start]}")
         numbers = self.draw(rng, known_keys(tokenizer))
         needles = [
             haystack.NEEDLE.format(key=key, number=number)
@@ -71,8 +75,8 @@ class Niah(GeneratedTask):
             rng.shuffle(asked)
         questions = [haystack.QUESTION.format(key=key) for key in asked]
 
-        def build(chars: int) -> Sample:
-            part = haystack.cut_at_word(body, chars)
+        def build(count: int) -> Sample:
+            part = "".join(islice(cycle(words), count)).lstrip()
             starts = sentence_starts(part)
             offsets = [nearest(starts, depth * len(part)) for depth in depths]
             return Sample(
@@ -84,7 +88,7 @@ class Niah(GeneratedTask):
                 extra={"length": length, "depth": depths[0], "depths": depths},
             )
 
-        return fill(build, tokenizer, length, least=0, unit=0.25)
+        return fill(build, tokenizer, length, least=0, unit=1.5)
 
     def draw(self, rng: random.Random, words: Sequence[str]) -> dict[str, list[str]]:
         """Different keys with different numbers, in pairs that training never put together."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kv_bench.tasks.base import Sample
 
@@ -54,15 +54,24 @@ def encode(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> Encoded:
 
 def turns(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str]:
     """What the chat template puts before the user's text, between it and the answer, and between
-    that and the user's next text."""
+    that and the user's next text.
+
+    Raises:
+        ValueError: the template does not show each text once.
+    """
 
     def render(messages: list[dict[str, str]]) -> list[str]:
-        options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
+        options: Any = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
         return str(tokenizer.apply_chat_template(messages, **options)).split(MARK)
 
     user, answer = {"role": "user", "content": MARK}, {"role": "assistant", "content": MARK}
-    opening, before = render([user])
-    return opening, before, render([user, answer, user])[2]
+    one, two = render([user]), render([user, answer, user])
+    if (len(one), len(two)) != (2, 4):
+        raise ValueError(
+            "the tokenizer's chat template must show each message's text once, but a chat of three "
+            f"texts shows {len(two) - 1}"
+        )
+    return one[0], one[1], two[2]
 
 
 def prefix_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:

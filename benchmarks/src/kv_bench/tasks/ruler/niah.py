@@ -94,7 +94,8 @@ class RulerNiah(GeneratedTask):
         """The haystack's lines; those of other needles have none of the keys `taken`."""
         if self.haystack == "noise":
             return [NOISE] * count
-        seen, lines = set(taken), []
+        seen = set(taken)
+        lines: list[str] = []
         while len(lines) < count:
             key = DRAW[self.key_kind](rng)
             if key not in seen:
