@@ -30,7 +30,7 @@ FULL: dict[str, Any] = {
 }
 MIB = 2**20
 MOST_COLUMNS = 3
-OFFSETS = ((5, 3), (5, -9), (-20, 3), (-20, -9))  # so that labels of neighbours part
+SMALL, LARGE = 5, 9  # markers of the smallest and the largest budget
 
 Value = Callable[[Summary], float | None]
 
@@ -146,7 +146,7 @@ def task_bars(rows: Sequence[Summary], styles: Styles) -> Figure:
 def pareto(rows: Sequence[Summary], styles: Styles) -> Figure:
     """Mean score over tasks and contexts against bytes on the device, as share of full KV's.
 
-    The line joins the variants that no other beats in both.
+    The line joins the variants that no other beats in both; larger markers are larger budgets.
     """
     figure, (axes,) = grid(1, width=5.6, height=3.8)
     points = []
@@ -159,23 +159,18 @@ def pareto(rows: Sequence[Summary], styles: Styles) -> Figure:
         if own:
             size = fmean((row.device_bytes or 0) / (row.full_kv_bytes or 1) for row in own)
             points.append((size, fmean(row.score or 0.0 for row in own), own[0]))
+    sizes = sorted({row.budget for _, _, row in points if row.method != "full"}, key=budget_order)
     named: set[str] = set()
     for size, score, row in points:
         style = {**styles[row.method], "linestyle": ""}
         if row.method == "full":
-            style |= {"marker": "s", "markersize": 5}
+            style |= {"marker": "s", "markersize": SMALL}
+        else:
+            rank = sizes.index(row.budget) / max(len(sizes) - 1, 1)
+            style |= {"markersize": SMALL + rank * (LARGE - SMALL), "markeredgecolor": "white"}
         text = "full KV" if row.method == "full" else row.method
         axes.plot([size], [score], label="" if text in named else text, **style)
         named.add(text)
-        if row.method != "full":
-            axes.annotate(
-                budget_text(row.budget),
-                (size, score),
-                OFFSETS[len(named) % len(OFFSETS)],
-                textcoords="offset points",
-                fontsize=6.5,
-                color="#444444",
-            )
     front = pareto_front([(size, score) for size, score, _ in points])
     axes.plot(*zip(*front, strict=True), color="#999999", linewidth=1, zorder=0)
     axes.set_xlabel("bytes on the device, as share of full KV")
@@ -222,6 +217,11 @@ def title_of(context: int | None) -> str:
 def budget_text(budget: int | float) -> str:
     """A share in percent, a number as it is."""
     return f"{budget:,}" if isinstance(budget, int) else f"{100 * budget:g}%"
+
+
+def budget_order(budget: int | float) -> tuple[bool, float]:
+    """Shares by size, then numbers of entries by size."""
+    return isinstance(budget, int), budget
 
 
 def label_score(axes: Axes, rows: Sequence[Summary]) -> None:

@@ -207,8 +207,8 @@ def draw(rows: Sequence[Summary]) -> Iterator[tuple[str, str, Figure]]:
             )
         yield (
             f"pareto-{mode}",
-            f"quality against bytes on the device, {mode}, means over tasks and contexts; numbers "
-            "are budgets, the line joins what nothing else beats in both",
+            f"quality against bytes on the device, {mode}, means over tasks and contexts; larger "
+            "markers are larger budgets, the line joins what nothing else beats in both",
             figures.pareto(own, styles),
         )
 
@@ -233,7 +233,7 @@ def heat_maps(records: Sequence[Record]) -> list[Picture]:
             for (context, depth), own in scores.items()
         ]
         buffer = io.BytesIO()
-        draw_map(rows, f"{task}, {mode}: {label}", buffer)
+        draw_map(rows, f"{task}, {mode}\n{label}", buffer)
         caption = f"{task}, {mode}, {label}: score over context and depth"
         found.append(Picture(f"heat-{task}-{mode}-{label}", caption, buffer.getvalue()))
     return found
