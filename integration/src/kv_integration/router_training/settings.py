@@ -37,7 +37,7 @@ class Training:
             at mined and random ones, and the zoom loss uses the mined. The paper gives no counts.
         far_mass, few: a head is supervised at a mined position if at least `far_mass` of its
             attention is on spans and its target holds at most `few` of them (or one): there it
-            concentrates. Heads that spread attention would drown those that look something up.
+            concentrates. Heads that spread theirs would drown those that look something up.
         coverage: rho of Eq. 12. positive_weight: w+ of Eq. 13.
         zoom_weight, recon_weight, budget_weight: lambda 1 to 3 of Eq. 10; the last one rises from 0
             over the first half. rank_cost: beta of Eq. 15.
