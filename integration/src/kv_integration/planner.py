@@ -16,6 +16,17 @@ from kv_integration.cache import KVCache
 from kv_integration.method import Method
 
 
+PRECISION = 0.02  # of the target
+
+
+class ShareTooSmallError(ValueError):
+    """No budget of a method keeps within a share of full KV; `least` is the nearest it comes."""
+
+    def __init__(self, text: str, *, least: float) -> None:
+        super().__init__(text)
+        self.least = least
+
+
 class DevicePeak(BaseStreamer):
     """Notes, at each token that `generate` streams, how much of full KV is on the device."""
 
@@ -59,8 +70,8 @@ def for_device_share(
 
     What a method holds beside the entries that a step attends (means, scores, routing keys, what
     it fetched last, room to grow) differs, so methods that are compared at equal device bytes, as
-    SeKV's section 3.3 does, need a budget each. It is found by bisection to 1% of the prompt, with
-    the reports of real steps: about seven runs of the prompt.
+    SeKV's section 3.3 does, need a budget each. It is found by bisection to 2% of the target, with
+    the reports of real steps: about nine runs of the prompt.
 
     Args:
         kv: the attached model.
@@ -71,7 +82,7 @@ def for_device_share(
 
     Raises:
         TypeError: `method` has no budget.
-        ValueError: no budget keeps within `share`; the text says how near the method comes.
+        ShareTooSmallError: no budget keeps within `share`; the text says how near it comes.
     """
     check_budget(float(share))
     if "budget" not in {field.name for field in dataclasses.fields(method)}:  # type: ignore[arg-type]
@@ -79,7 +90,7 @@ def for_device_share(
     tokens = ids.shape[1]
     low, high, best = 0, tokens + 1, None
     least = math.inf
-    while high - low > max(tokens // 100, 1):
+    while high - low > max(PRECISION * share * tokens, 1):
         budget = (low + high) // 2
         trial: Method = dataclasses.replace(method, budget=budget)  # type: ignore[type-var]
         try:
@@ -93,8 +104,9 @@ def for_device_share(
         else:
             high = budget
     if best is None:
-        raise ValueError(
+        raise ShareTooSmallError(
             f"{method.name} cannot keep within share {share} of full KV on a prompt of {tokens} "
-            f"tokens: the least it reaches is {least:.3f}"
+            f"tokens: the least it reaches is {least:.3f}",
+            least=least,
         )
     return best
