@@ -126,7 +126,7 @@ def read(file: Path) -> list[Match]:
 def as_run(
     variants: Iterable[Variant], contexts: Iterable[int], found: Mapping[Key, Match] | None
 ) -> dict[Key, Variant]:
-    """How each variant runs at each context: as it is, or with the budget found, if there is one."""
+    """How each variant runs at each context: as it is, or with the budget found, if one was."""
     variants, runs = list(variants), {}
     for context in contexts:
         for variant in variants:

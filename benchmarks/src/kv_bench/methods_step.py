@@ -1,11 +1,12 @@
 """`kv-bench methods-step`: one layer's prompt and decoding step by the methods' own functions.
 
 One layer of Llama-3.1-8B, or of another shape, with random queries and values, and random keys
-whose rank before RoPE is what factors can hold. Surprisal, for methods that want it, is drawn as
-what tokens have whose probabilities are uniform: mean and deviation of one nat. A prompt is compressed by `Method.compress`, decoding steps are those of the
-state that it leaves, each with a new random query, so that steps have little in common and nearly
-everything that is retrieved has to move. Full KV is SDPA over the whole prompt in its faster layout
-for grouped heads, as in `kv-bench decode-step`.
+whose rank before RoPE is what factors can hold. Surprisal, for methods that want it, is drawn with
+mean and deviation of one nat, as of tokens whose probabilities are uniform. A prompt is compressed
+by `Method.compress`, decoding steps are those of the state that it leaves, each with a new random
+query, so that steps have little in common and nearly everything that is retrieved has to move. Full
+KV is SDPA over the whole prompt in its faster layout for grouped heads, as in `kv-bench
+decode-step`.
 """
 
 from __future__ import annotations
@@ -260,9 +261,9 @@ def methods_step(
     """One layer's bytes, decoding step and prompt by each method's own functions.
 
     `device_mib` is what one layer holds on the device, `shared_mib` what all layers hold together;
-    `times_below` is full KV over the first and a layer's part of the second. `added` is the time that
-    compressing took over that of the whole layer's prefill. A method gets figures only after its
-    steps were found equal to full attention where nothing is left out.
+    `times_below` is full KV over the first and a layer's part of the second. `added` is the time
+    that compressing took over that of the whole layer's prefill. A method gets figures only after
+    its steps were found equal to full attention where nothing is left out.
     """
     names = parse_names([methods], known=METHODS)
     lengths = parse_lengths(contexts)

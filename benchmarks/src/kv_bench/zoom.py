@@ -90,15 +90,18 @@ def zoom(
     check_positions(loaded.model, max(lengths), max_new_tokens)
     found: list[Tensor] = []
     places = list(itertools.product(lengths, places_of(depths)))
-    with attach(loaded.model, loaded.tokenizer) as kv, Steps() as steps:
-        with steps.step("needles", len(places) * samples) as step:
-            for length, depth in places:
-                prompts = make_prompts(loaded, None, length, depth, samples, seed)
-                for start in range(0, samples, batch):
-                    part = [prompt.ids for prompt in prompts[start : start + batch]]
-                    rates = zoom_in(kv, loaded, method, part, max_new_tokens)
-                    found += [rates] * len(part)
-                    step.advance(len(part))
+    with (
+        attach(loaded.model, loaded.tokenizer) as kv,
+        Steps() as steps,
+        steps.step("needles", len(places) * samples) as step,
+    ):
+        for length, depth in places:
+            prompts = make_prompts(loaded, None, length, depth, samples, seed)
+            for start in range(0, samples, batch):
+                part = [prompt.ids for prompt in prompts[start : start + batch]]
+                rates = zoom_in(kv, loaded, method, part, max_new_tokens)
+                found += [rates] * len(part)
+                step.advance(len(part))
     mean = torch.stack(found).mean(0)
     rows = [
         {

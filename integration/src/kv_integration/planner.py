@@ -70,8 +70,8 @@ def for_device_share(
 
     What a method holds beside the entries that a step attends (means, scores, routing keys, what
     it fetched last, room to grow) differs, so methods that are compared at equal device bytes, as
-    SeKV's section 3.3 does, need a budget each. It is found by bisection to 2% of the target, with
-    the reports of real steps: about nine runs of the prompt.
+    SeKV's section 3.3 does, need a budget each. It is found to 2% of the target, or to the entry,
+    with the reports of real steps: a few runs of the prompt.
 
     Args:
         kv: the attached model.
@@ -88,21 +88,29 @@ def for_device_share(
     if "budget" not in {field.name for field in dataclasses.fields(method)}:  # type: ignore[arg-type]
         raise TypeError(f"{method.name} has no budget to plan")
     tokens = ids.shape[1]
-    low, high, best = 0, tokens + 1, None
-    least = math.inf
-    while high - low > max(PRECISION * share * tokens, 1):
-        budget = (low + high) // 2
+    low, high, best, least = 0, tokens + 1, None, math.inf
+    budget, halve = round(share * tokens), False
+    while high - low > 1:
+        budget = min(max(budget, low + 1), high - 1)
         trial: Method = dataclasses.replace(method, budget=budget)  # type: ignore[type-var]
         try:
             reached = device_share(kv, trial, ids, steps=steps)
-        except BudgetTooSmallError:
-            low = budget
+        except BudgetTooSmallError as error:
+            low = max(budget, min(error.least, high) - 1)
+            budget = low + 1
             continue
         least = min(least, reached)
         if reached <= share:
             low, best = budget, trial
+            if reached > (1 - PRECISION) * share:
+                break
         else:
             high = budget
+        # An entry more takes about as much as in full KV; where it does not, halving gets there.
+        budget += round((share - reached) * tokens)
+        if halve:
+            budget = (low + high) // 2
+        halve = not halve
     if best is None:
         raise ShareTooSmallError(
             f"{method.name} cannot keep within share {share} of full KV on a prompt of {tokens} "
