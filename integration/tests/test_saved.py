@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from cases import CANNOT_SAVE, RECOMPRESSES, SMALL, each
+from cases import RECOMPRESSES, SMALL, each
 from families import build, generate, prompt, shared
 
 from kv_integration import FullKV, SABlock, SemantiCache, SentenceKV, SnapKV, attach
@@ -40,7 +40,7 @@ def begun(kv, method, lengths, **options):
     return cache, torch.cat([inputs["attention_mask"], ones], 1)
 
 
-@each(SMALL, but=CANNOT_SAVE)
+@each(SMALL)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("lengths", [(40,), (40, 22)], ids=str)
 def test_a_loaded_cache_goes_on_as_the_saved_one(tokenizer, family, method, lengths, tmp_path):
@@ -62,7 +62,7 @@ def test_a_loaded_cache_goes_on_as_the_saved_one(tokenizer, family, method, leng
         assert again.report().tokens_seen == report.tokens_seen
 
 
-@each(SMALL, RECOMPRESSES, but=CANNOT_SAVE)
+@each(SMALL, RECOMPRESSES)
 def test_it_goes_on_compressing(tokenizer, method, tmp_path):
     model = shared("llama")
     with attach(model, tokenizer) as kv, torch.no_grad():

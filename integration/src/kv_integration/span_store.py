@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kv_attn_triton import span_attention
+from kv_integration.storable import storable
 from kv_lowrank import PackedSpans
 from kv_offload import RecordStore, storage_bytes
+
+# Attributes of `SpanStore` that a file holds.
+STORED = ("records", "widths", "rank", "lengths", "ranks", "bytes_moved", "missed_tokens")
 
 
 class Factors(NamedTuple):
@@ -27,6 +31,7 @@ class Factors(NamedTuple):
     v_right: Tensor
 
 
+@storable
 class SpanStore:
     """Spans of all rows and KV heads of a layer, numbered row by row, head by head.
 
@@ -52,19 +57,22 @@ class SpanStore:
         # Beside each record on the host: its tokens, and its ranks in keys and values.
         self.lengths = _table([keys.lengths for keys, _ in rows])
         self.ranks = [_table([row[i].ranks for row in rows]) for i in (0, 1)]
-        self.slot_of = torch.full((len(self.records),), -1, dtype=torch.int32, device=device)
-        self.resident: list[int] = []
-        self.ends: list[int] = []
-        self.offsets = torch.zeros(1, dtype=torch.int64, device=device)
-        dtype = self.records.dtype
-        self.factors = Factors(
-            *(
-                torch.empty(0, *shape, dtype=dtype, device=device)
-                for rank, width in zip(self.rank, self.widths, strict=True)
-                for shape in ((rank,), (rank, width))
-            )
-        )
         self.bytes_moved = self.missed_tokens = 0
+        self._hold_none()
+
+    def stored_fields(self) -> dict[str, Any]:
+        """For a file: what is on the device is brought there again when it is wanted."""
+        return {name: getattr(self, name) for name in STORED}
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> SpanStore:
+        """As `stored_fields` gave them."""
+        store = cls.__new__(cls)
+        vars(store).update(fields)
+        store.lengths = store.lengths.cpu()
+        store.ranks = [ranks.cpu() for ranks in store.ranks]
+        store._hold_none()
+        return store
 
     def fetch(self, spans: Tensor) -> Tensor:
         """Slots int64 of `spans` (numbers of spans, -1 for none) among the factors on the device.
@@ -96,6 +104,21 @@ class SpanStore:
         tiers["host"] += storage_bytes(self.lengths, *self.ranks)
         tiers["device"] += storage_bytes(self.slot_of, self.offsets, *self.factors)
         return tiers
+
+    def _hold_none(self) -> None:
+        """No span is on the device."""
+        device, dtype = self.records.device, self.records.dtype
+        self.slot_of = torch.full((len(self.records),), -1, dtype=torch.int32, device=device)
+        self.resident: list[int] = []
+        self.ends: list[int] = []
+        self.offsets = torch.zeros(1, dtype=torch.int64, device=device)
+        self.factors = Factors(
+            *(
+                torch.empty(0, *shape, dtype=dtype, device=device)
+                for rank, width in zip(self.rank, self.widths, strict=True)
+                for shape in ((rank,), (rank, width))
+            )
+        )
 
     def _slots(self, spans: Tensor) -> Tensor:
         held = self.slot_of[spans.clamp(min=0)].long()
