@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -98,7 +99,7 @@ class Unpacker:
         self.device = device
         self._known, self._tensors = known, tensors
         self._made: dict[int, Any] = {}
-        self._copies: dict[tuple[str, torch.device], Tensor] = {}
+        self._copies = WeakValueDictionary[tuple[str, torch.device], Tensor]()
 
     def unpack(self, node: Any) -> Any:
         """What `Packer.pack` was given."""
@@ -126,9 +127,11 @@ class Unpacker:
 
     def _tensor(self, path: str, shape: list[int]) -> Tensor:
         key = path, self.device
-        if key not in self._copies:
-            self._copies[key] = self._tensors[path].to(self.device, copy=True).expand(shape)
-        return self._copies[key]
+        copy = self._copies.get(key)
+        if copy is None:
+            copy = self._tensors[path].to(self.device, copy=True).expand(shape)
+            self._copies[key] = copy
+        return copy
 
     def _make(self, kind: str, fields: dict[str, Any]) -> Any:
         if kind == "TieredStore":
@@ -176,9 +179,9 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def _rows(store: TieredStore) -> list[Tensor]:
-    """All rows of a store: [H, N_b, D] for each row of the batch."""
+    """All rows of a store, on the host: [H, N_b, D] for each row of the batch."""
     lengths = store.lengths.tolist()
     batch, heads, longest, _ = store.shape
     at = torch.arange(longest).expand(batch, heads, longest)
     rows = store.gather(torch.where(at < torch.tensor(lengths)[:, None, None], at, -1))
-    return [row[:, :length] for row, length in zip(rows, lengths, strict=True)]
+    return [row[:, :length].cpu() for row, length in zip(rows, lengths, strict=True)]
