@@ -175,7 +175,7 @@ def _fields(value: Any) -> dict[str, Any]:
     if hasattr(value, "stored_fields"):
         own: dict[str, Any] = value.stored_fields()
         return own
-    return dict(value._asdict() if isinstance(value, tuple) else vars(value))
+    return dict(value._asdict() if hasattr(value, "_asdict") else vars(value))
 
 
 def _rows(store: TieredStore) -> list[Tensor]:
