@@ -79,6 +79,8 @@ class Prompt:
     def plan(self, method: Method) -> Plan:
         plan = method.begin([self.ids], Context(self.tokenizer))
         plan.settle(recompress=False)
+        if method.needs_surprisal:  # as skewed as that of text; in nats
+            plan.finish([torch.empty(self.tokens).exponential_(0.4, generator=self.draw)])
         return plan
 
     def row(self, method: Method) -> Row:
@@ -128,7 +130,7 @@ def decoding(prompt: Prompt, method: Method) -> Decoding:
 def check(name: str, dtype: torch.dtype, seed: int) -> None:
     """With a budget beyond a short prompt the method's steps are full attention."""
     prompt = Prompt(SHORT, dtype, seed)
-    method = make_method(name, SHORT + 16)
+    method = make_method(name, SHORT + 16, methods=METHODS)
     if method is None:
         raise click.UsageError(f"{name} is no method of ours")
     state = decoding(prompt, method)
@@ -233,7 +235,7 @@ def methods_step(
 
 def chosen(name: str, budget: int | float | None) -> Method:
     """The method with this budget, or with its own."""
-    method = METHODS[name]() if budget is None else make_method(name, budget)
+    method = make_method(name, budget, methods=METHODS)
     if method is None:
         raise click.UsageError(f"{name} is no method of ours")
     return method

@@ -220,7 +220,7 @@ class RopeTables:
         """Add cos, sin [1 or B, n, R] of new tokens; of row b only where `valid` [B, n] holds."""
         cos, sin = (self._formed(x).expand(batch, -1, -1)[:, None] for x in (cos, sin))
         if self._held is None and valid is None:
-            self._held = KVBuffer(cos, sin)
+            self._held = KVBuffer(cos.contiguous(), sin.contiguous())
             return
         if self._held is None:
             self._held = KVBuffer.empty((batch, 1), cos, sin)

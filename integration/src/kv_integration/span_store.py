@@ -15,7 +15,7 @@ from kv_lowrank import PackedSpans
 from kv_offload import RecordStore, storage_bytes
 
 # Attributes of `SpanStore` that a file holds.
-STORED = ("records", "widths", "rank", "lengths", "ranks", "bytes_moved", "missed_tokens")
+STORED = ("records", "widths", "lengths", "ranks", "bytes_moved", "missed_tokens")
 
 
 class Factors(NamedTuple):
@@ -51,14 +51,28 @@ class SpanStore:
         sizes = [sum(x.numel() for x in part) for part in parts]
         numbers = torch.cat([x.flatten() for part in parts for x in part])
         self.records = RecordStore(numbers, sizes, tier=tier, device=device)
-        like = rows[0]
-        self.widths = [packed.right.shape[-1] for packed in like]
-        self.rank = [max(1, *(row[i].rank for row in rows)) for i in (0, 1)]
+        self.widths = [packed.right.shape[-1] for packed in rows[0]]
         # Beside each record on the host: its tokens, and its ranks in keys and values.
         self.lengths = _table([keys.lengths for keys, _ in rows])
         self.ranks = [_table([row[i].ranks for row in rows]) for i in (0, 1)]
         self.bytes_moved = self.missed_tokens = 0
-        self._hold_none()
+        self._clear()
+
+    def _clear(self) -> None:
+        """Hold no span on the device."""
+        device, dtype = self.records.device, self.records.dtype
+        self.rank = [max(1, int(ranks.max())) for ranks in self.ranks]
+        self.slot_of = torch.full((len(self.records),), -1, dtype=torch.int32, device=device)
+        self.resident: list[int] = []
+        self.ends: list[int] = []
+        self.offsets = torch.zeros(1, dtype=torch.int64, device=device)
+        self.factors = Factors(
+            *(
+                torch.empty(0, *shape, dtype=dtype, device=device)
+                for rank, width in zip(self.rank, self.widths, strict=True)
+                for shape in ((rank,), (rank, width))
+            )
+        )
 
     def stored_fields(self) -> dict[str, Any]:
         """For a file: what is on the device is brought there again when it is wanted."""
@@ -71,7 +85,7 @@ class SpanStore:
         vars(store).update(fields)
         store.lengths = store.lengths.cpu()
         store.ranks = [ranks.cpu() for ranks in store.ranks]
-        store._hold_none()
+        store._clear()
         return store
 
     def fetch(self, spans: Tensor) -> Tensor:
@@ -104,21 +118,6 @@ class SpanStore:
         tiers["host"] += storage_bytes(self.lengths, *self.ranks)
         tiers["device"] += storage_bytes(self.slot_of, self.offsets, *self.factors)
         return tiers
-
-    def _hold_none(self) -> None:
-        """No span is on the device."""
-        device, dtype = self.records.device, self.records.dtype
-        self.slot_of = torch.full((len(self.records),), -1, dtype=torch.int32, device=device)
-        self.resident: list[int] = []
-        self.ends: list[int] = []
-        self.offsets = torch.zeros(1, dtype=torch.int64, device=device)
-        self.factors = Factors(
-            *(
-                torch.empty(0, *shape, dtype=dtype, device=device)
-                for rank, width in zip(self.rank, self.widths, strict=True)
-                for shape in ((rank,), (rank, width))
-            )
-        )
 
     def _slots(self, spans: Tensor) -> Tensor:
         held = self.slot_of[spans.clamp(min=0)].long()

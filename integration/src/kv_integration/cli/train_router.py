@@ -40,6 +40,7 @@ HELP = {
     "mined": "Positions with the strongest far attention, for the zoom loss.",
     "random": "Other positions, for distillation.",
     "far_mass": "Least share of a head's attention on spans to be supervised.",
+    "few": "Largest share of the spans in the target of a head that is supervised.",
     "coverage": "Share of the attention on spans that the target covers, rho.",
     "positive_weight": "Weight of relevant spans, w+.",
     "zoom_weight": "Lambda 1.",

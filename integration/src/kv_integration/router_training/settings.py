@@ -35,7 +35,9 @@ class Training:
         candidates, mined, random: query positions per window at which the teacher's attention is
             looked at, those of them with the strongest far attention, and others; the student runs
             at mined and random ones, and the zoom loss uses the mined. The paper gives no counts.
-        far_mass: least share of a head's attention on spans for it to be supervised at a position.
+        far_mass, few: a head is supervised at a mined position if at least `far_mass` of its
+            attention is on spans and its target holds at most `few` of them (or one): there it
+            concentrates. Heads that spread theirs would drown those that look something up.
         coverage: rho of Eq. 12. positive_weight: w+ of Eq. 13.
         zoom_weight, recon_weight, budget_weight: lambda 1 to 3 of Eq. 10; the last one rises from 0
             over the first half. rank_cost: beta of Eq. 15.
@@ -66,7 +68,8 @@ class Training:
     candidates: int = 256
     mined: int = 16
     random: int = 16
-    far_mass: float = 0.1
+    far_mass: float = 0.5
+    few: float = 0.15
     coverage: float = 0.9
     positive_weight: float = 10.0
     zoom_weight: float = 1.0
@@ -132,7 +135,7 @@ COUNTS = (
     *("steps", "batch", "checkpoint_every", "validate_every", "patience"),
     *("min_length", "window", "candidates", "mined"),
 )
-SHARES = ("warmup", "absorbed", "far_mass", "coverage")
+SHARES = ("warmup", "absorbed", "far_mass", "few", "coverage")
 NOT_NEGATIVE = (
     *("learning_rate", "weight_decay", "clip", "alpha", "sinks", "random", "positive_weight"),
     *("zoom_weight", "recon_weight", "budget_weight", "rank_cost"),

@@ -47,14 +47,13 @@ def window_losses(
         chosen = torch.cat((mined, others(len(rows), mined, settings.random, rng)))
         rows, compressed = rows[chosen], compressed[chosen]
         masses, logits = masses[:, :, chosen], logits[chosen]
-        far = torch.where(compressed, masses, 0.0).sum(-1, keepdim=True)
-        used = compressed & (far >= settings.far_mass)
+        target = coverage_target(masses, compressed, settings.coverage)
+        used = compressed & concentrated(masses, compressed, target, settings)
         used[:, :, len(mined) :] = False
 
         layers = memory(recording, text, router)
         student = MixedRows(router, recording, rows, text, layers, window)
         answer = rerun(model, recording, rows, student)
-    target = coverage_target(masses, compressed, settings.coverage)
     return objective(logits, answer, student.routed, target, used, compressed, settings)
 
 
@@ -68,6 +67,13 @@ def candidate_rows(
     able = np.arange(int(text.stop[0]) + window - 1, tokens)
     drawn = np.sort(rng.choice(able, size=min(count, len(able)), replace=False))
     return torch.from_numpy(drawn).to(text.stop.device)
+
+
+def concentrated(masses: Tensor, compressed: Tensor, target: Tensor, settings: Training) -> Tensor:
+    """bool[L, H_q, N, 1]: heads whose attention is mostly on a few compressed spans."""
+    far = torch.where(compressed, masses, 0.0).sum(-1, keepdim=True)
+    most = (settings.few * compressed.sum(-1, keepdim=True)).clamp_min(1)
+    return (far >= settings.far_mass) & (target.sum(-1, keepdim=True) <= most)
 
 
 def others(rows: int, mined: Tensor, count: int, rng: np.random.Generator) -> Tensor:
