@@ -11,10 +11,12 @@ from torch.nn import functional as F
 
 from kv_integration.history import DEPTH, History
 from kv_integration.method import Context, Plan
+from kv_integration.storable import storable
 from kv_offload import storage_bytes
 from kv_segment import sentences, token_texts
 
 
+@storable
 class SentencePlan(Plan):
     """Sentences of the prompt, and where the sentence that is being generated began.
 

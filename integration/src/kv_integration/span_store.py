@@ -14,6 +14,9 @@ from kv_integration.storable import storable
 from kv_lowrank import PackedSpans
 from kv_offload import RecordStore, storage_bytes
 
+# Attributes of `SpanStore` that a file holds.
+STORED = ("records", "widths", "lengths", "ranks", "bytes_moved", "missed_tokens")
+
 
 class Factors(NamedTuple):
     """Spans one after the other, ranks filled up with zeros to R and R_v.
@@ -52,16 +55,17 @@ class SpanStore:
         # Beside each record on the host: its tokens, and its ranks in keys and values.
         self.lengths = _table([keys.lengths for keys, _ in rows])
         self.ranks = [_table([row[i].ranks for row in rows]) for i in (0, 1)]
-        self._clear(device)
+        self.bytes_moved = self.missed_tokens = 0
+        self._clear()
 
-    def _clear(self, device: torch.device) -> None:
+    def _clear(self) -> None:
         """Hold no span on the device."""
+        device, dtype = self.records.device, self.records.dtype
         self.rank = [max(1, int(ranks.max())) for ranks in self.ranks]
         self.slot_of = torch.full((len(self.records),), -1, dtype=torch.int32, device=device)
         self.resident: list[int] = []
         self.ends: list[int] = []
         self.offsets = torch.zeros(1, dtype=torch.int64, device=device)
-        dtype = self.records.dtype
         self.factors = Factors(
             *(
                 torch.empty(0, *shape, dtype=dtype, device=device)
@@ -69,31 +73,20 @@ class SpanStore:
                 for shape in ((rank,), (rank, width))
             )
         )
-        self.bytes_moved = self.missed_tokens = 0
 
     def stored_fields(self) -> dict[str, Any]:
-        records = self.records.read(range(len(self.records)))
-        return {
-            "numbers": torch.cat(records),
-            "sizes": [record.numel() for record in records],
-            "tier": self.records.tier,
-            "widths": self.widths,
-            "lengths": self.lengths,
-            "ranks": self.ranks,
-        }
+        """For a file: what is on the device is brought there again when it is wanted."""
+        return {name: getattr(self, name) for name in STORED}
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> SpanStore:
-        """What is on the device is found again, one miss each."""
-        made, device = cls.__new__(cls), fields["lengths"].device
-        made.records = RecordStore(
-            fields["numbers"], fields["sizes"], tier=fields["tier"], device=device
-        )
-        made.widths = fields["widths"]
-        made.lengths = fields["lengths"].cpu()
-        made.ranks = [ranks.cpu() for ranks in fields["ranks"]]
-        made._clear(device)
-        return made
+        """As `stored_fields` gave them."""
+        store = cls.__new__(cls)
+        vars(store).update(fields)
+        store.lengths = store.lengths.cpu()
+        store.ranks = [ranks.cpu() for ranks in store.ranks]
+        store._clear()
+        return store
 
     def fetch(self, spans: Tensor) -> Tensor:
         """Slots int64 of `spans` (numbers of spans, -1 for none) among the factors on the device.
