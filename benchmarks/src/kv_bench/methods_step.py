@@ -296,7 +296,7 @@ def methods_step(
 
 def chosen(name: str, budget: int | float | None, routed: Shape | None = None) -> Method:
     """The method with this budget, or with its own; with a router of shape `routed` if it can."""
-    method = METHODS[name]() if budget is None else make_method(name, budget)
+    method = METHODS[name]() if budget is None else make_method(name, budget, methods=METHODS)
     if method is None:
         raise click.UsageError(f"{name} is no method of ours")
     if routed is not None and "router" in {field.name for field in fields(method)}:  # type: ignore[arg-type]
