@@ -75,9 +75,48 @@ def test_keys_have_the_rank_that_factors_hold():
     assert sigma[module.RANK - 1] > 0.01 * sigma[0] > 100 * sigma[module.RANK]
 
 
+def test_bytes_and_latency_of_a_whole_model(tmp_path):
+    file = tmp_path / "rows.json"
+    options = ["--shape", "qwen-14b", "--model-bytes", "--prefill", "--output", "100"]
+    names = ["--methods", "full,sekv", "--budget", "0.3", "--dtype", "bfloat16", "--router"]
+    result = run("--contexts", "400", *options, *names, "--json", str(file))
+    assert result.exit_code == 0, result.output
+    full, sekv = json.loads(file.read_text())["rows"]
+    token = 192 * 2**10  # bytes in 48 layers, 8 KV heads of 128
+    weights = 2 * 14_770_033_664  # Qwen2.5-14B-Instruct, as published
+    for row in (full, sekv):
+        assert row["full_cache_gib"] * 2**30 == pytest.approx(400 * token)
+        assert row["full_total_gib"] * 2**30 == pytest.approx(400 * token + weights)
+        held = 48 * row["device_mib"] + row["shared_mib"]
+        assert row["cache_gib"] * 1024 == pytest.approx(held)
+        assert row["total_gib"] - row["cache_gib"] == pytest.approx(weights / 2**30)
+        assert row["total_below"] == pytest.approx(1 - row["total_gib"] / row["full_total_gib"])
+        # a prefill of 1000 ms and a token of 1000 ms besides attention, in each layer
+        seconds = 48 * (1 + row["compress_ms"] / 1e3 + 100 * (1 + row["step_ms"] / 1e3))
+        assert row["latency_s"] == pytest.approx(seconds)
+        assert row["tokens_per_s"] == pytest.approx(500 / seconds)
+    assert sekv["cache_gib"] < full["cache_gib"]
+    assert sekv["attended"] <= 120
+
+
+def test_a_router_has_routing_keys_for_every_query_head(tmp_path):
+    held = []
+    for more in ([], ["--router"]):
+        file = tmp_path / "rows.json"
+        names = ["--methods", "sekv", "--budget", "0.3", "--contexts", "400"]
+        assert run(*names, *more, "--json", str(file)).exit_code == 0
+        held.append(json.loads(file.read_text())["rows"][0])
+    assert held[0]["attended"] <= 120 and held[1]["attended"] <= 120
+    assert held[0]["device_mib"] != held[1]["device_mib"]
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
-    [(["--methods", "dynamic"], "unknown method"), (["--budget", "0"], "budget as a number")],
+    [
+        (["--methods", "dynamic"], "unknown method"),
+        (["--budget", "0"], "budget as a number"),
+        (["--output", "5"], "--output needs --prefill"),
+    ],
 )
 def test_wrong_options_are_refused(options, text):
     result = run(*options)

@@ -69,7 +69,7 @@ def for_device_share(
 
     What a method holds beside the entries that a step attends (means, scores, routing keys, what
     it fetched last, room to grow) differs, so methods that are compared at equal device bytes, as
-    SeKV's section 3.3 does, need a budget each. It is found to 2% of the target, or to the entry,
+    SeKV's section 3.3 does, need one each. It is found to 2% of the target, in bytes or entries,
     with the reports of real steps: a few runs of the prompt.
 
     Args:
@@ -89,7 +89,7 @@ def for_device_share(
     tokens = ids.shape[1]
     low, high, best, least = 0, tokens + 1, None, math.inf
     budget, halve = round(share * tokens), False
-    while high - low > 1:
+    while high - low > max(PRECISION * share * tokens, 1):
         budget = min(max(budget, low + 1), high - 1)
         trial: Method = dataclasses.replace(method, budget=budget)  # type: ignore[type-var]
         try:
