@@ -22,6 +22,7 @@ from kv_bench.segment import segment
 from kv_bench.speed import speed
 from kv_bench.sweep import sweep
 from kv_bench.turns import turns
+from kv_bench.zoom import zoom
 from kv_integration.cli.errors import Commands
 
 
@@ -49,5 +50,6 @@ for command in (
     speed,
     sweep,
     turns,
+    zoom,
 ):
     main.add_command(command)

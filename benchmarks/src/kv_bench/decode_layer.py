@@ -10,7 +10,7 @@ import click
 import torch
 from torch import Tensor
 
-from kv_bench.llama_layer import HEAD_SIZE, HEADS, KV_HEADS
+from kv_bench.llama_layer import HEADS, KV_HEADS
 
 GROUP = HEADS // KV_HEADS
 SAME = 1e-5  # scores nearer than this to each other may be taken in either order
@@ -32,7 +32,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Layer:
-    """Queries [B, 32, 1, 128] of one token and keys, values [B, 8, N, 128] of the prompt."""
+    """Queries [B, H_q, 1, D] of one token and keys, values [B, H_kv, N, D] of the prompt; of
+    Llama-3.1-8B where a case needs to know."""
 
     q: Tensor
     k: Tensor
@@ -55,15 +56,16 @@ class Layer:
 
     def heads(self) -> Iterator[tuple[int, int, Tensor]]:
         """Batch row, KV head and its queries [G, D] in float64."""
-        grouped = self.q.double().view(self.batch, KV_HEADS, GROUP, HEAD_SIZE)
+        _, kv_heads, _, size = self.k.shape
+        grouped = self.q.double().view(self.batch, kv_heads, -1, size)
         for b in range(self.batch):
-            for h in range(KV_HEADS):
+            for h in range(kv_heads):
                 yield b, h, grouped[b, h]
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, log_size: Tensor | None = None) -> Tensor:
     """softmax(q k^T / sqrt(D) + log_size) v in float64, for one KV head."""
-    scores = q @ k.double().T / math.sqrt(HEAD_SIZE)
+    scores = q @ k.double().T / math.sqrt(q.shape[-1])
     if log_size is not None:
         scores = scores + log_size.double()
     return scores.softmax(-1) @ v.double()
@@ -72,7 +74,7 @@ def exact(q: Tensor, k: Tensor, v: Tensor, log_size: Tensor | None = None) -> Te
 def each_head(layer: Layer, result: Callable[[int, int, Tensor], Tensor]) -> Tensor:
     """`result(b, h, q)` of every KV head as [B, H_q, 1, D]."""
     out = torch.stack([result(b, h, q) for b, h, q in layer.heads()])
-    return out.view(layer.batch, HEADS, 1, HEAD_SIZE)
+    return out.view_as(layer.q)
 
 
 def nbytes(*tensors: Tensor) -> int:

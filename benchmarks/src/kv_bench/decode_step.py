@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kv_bench.decode_cases import CASES
-from kv_bench.decode_layer import GROUP, Layer, each_head, exact, nbytes
+from kv_bench.decode_layer import Layer, each_head, exact, nbytes
 from kv_bench.llama_layer import HEAD_SIZE, HEADS, KV_HEADS
 from kv_bench.measure import (
     agree,
@@ -41,7 +41,7 @@ def full_kv(layer: Layer, rounds: int) -> Callable[[], Tensor]:
 
     `packed`: the queries of a KV head's group are rows of one matrix, as if they were positions.
     """
-    packed = layer.q.view(layer.batch, KV_HEADS, GROUP, HEAD_SIZE)
+    packed = layer.q.view(layer.batch, layer.k.shape[1], -1, layer.k.shape[3])
 
     def as_rows() -> Tensor:
         return scaled_dot_product_attention(packed, layer.k, layer.v).view_as(layer.q)

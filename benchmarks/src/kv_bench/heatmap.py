@@ -1,4 +1,4 @@
-"""Accuracy over context length and depth as a picture."""
+"""Accuracy over context length and depth, and rates over layers and heads, as pictures."""
 
 from __future__ import annotations
 
@@ -47,4 +47,22 @@ def draw(rows: Sequence[Row], title: str, path: Path | BinaryIO) -> None:
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
     figure.colorbar(image, format=PercentFormatter(1.0), label="answers that are right")
+    figure.savefig(path, dpi=150, format="png")
+
+
+def draw_rates(rates: Sequence[Sequence[float]], title: str, path: Path | BinaryIO) -> None:
+    """One cell per layer (downwards) and query head; brighter is more often."""
+    layers, heads = len(rates), len(rates[0])
+    figure = Figure(figsize=(2.6 + 0.45 * heads, 1.7 + 0.3 * layers), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    image = axes.imshow(rates, cmap="magma", vmin=0, aspect="auto")
+    axes.set_xticks(range(heads))
+    axes.set_yticks(range(layers))
+    axes.set_xlabel("query head")
+    axes.set_ylabel("layer")
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.tick_params(length=0)
+    bar = figure.colorbar(image, format=PercentFormatter(1.0, decimals=1))
+    bar.set_label("spans expanded per step")
     figure.savefig(path, dpi=150, format="png")

@@ -130,7 +130,7 @@ def _shadowkv(
     """From the keys that attention sees to factors per head, beside one layer's whole prefill."""
     plain = _joint(tokens, heads * size, rank, noise=0.0).unflatten(-1, (heads, size))
     plain = plain.transpose(0, 1)[None].to(device)
-    rope = LlamaRotaryEmbedding(llama_layer.config()).to(device)
+    rope = LlamaRotaryEmbedding(llama_layer.llama_8b()).to(device)
     cos, sin = rope(plain, torch.arange(tokens, device=device)[None])
     cos, sin = cos[..., :size], sin[..., :size]
     keys = rotate(plain, cos, sin).to(dtype)

@@ -1,15 +1,18 @@
 """`kv-bench methods-step`: one layer's prompt and decoding step by the methods' own functions.
 
-One layer of Llama-3.1-8B with random queries and values, and random keys whose rank before RoPE is
-what factors can hold. A prompt is compressed by `Method.compress`, decoding steps are those of the
-state that it leaves, each with a new random query, so that steps have little in common and nearly
-everything that is retrieved has to move. Full KV is SDPA over the whole prompt in its faster layout
-for grouped heads, as in `kv-bench decode-step`.
+One layer of Llama-3.1-8B, or of another shape, with random queries and values, and random keys
+whose rank before RoPE is what factors can hold. Surprisal, for methods that want it, is drawn with
+mean and deviation of one nat, as of tokens whose probabilities are uniform. A prompt is compressed
+by `Method.compress`, decoding steps are those of the state that it leaves, each with a new random
+query, so that steps have little in common and nearly everything that is retrieved has to move. Full
+KV is SDPA over the whole prompt in its faster layout for grouped heads, as in `kv-bench
+decode-step`.
 """
 
 from __future__ import annotations
 
 import weakref
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +21,10 @@ import click
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from kv_bench import llama_layer
 from kv_bench.decode_step import DTYPES, WITHIN, Layer, full_kv, nbytes
-from kv_bench.llama_layer import HEAD_SIZE, HEADS, KV_HEADS
+from kv_bench.llama_layer import LLAMA_8B, SHAPES, Shape
 from kv_bench.measure import (
     agree,
     free_one_block,
@@ -32,25 +34,27 @@ from kv_bench.measure import (
     set_threads,
     threads_option,
 )
+from kv_bench.variants import parse_lengths
 from kv_integration import METHODS, LayerState, Method, Plan, haystack
 from kv_integration.cli.inputs import make_method, parse_budget, parse_names
 from kv_integration.embedded import model_path
 from kv_integration.method import Context, Row
 from kv_integration.rope import RopeTables, Rotation, Turn
+from kv_integration.router import Router
 from kv_lowrank import rotate
 
-MIB = 2**20
-LAYERS = 32  # that share the plan and the RoPE tables
+MIB, GIB = 2**20, 2**30
 RANK = 160  # of the keys before RoPE, all heads together: what ShadowKV holds by default
 SHORT = 192  # tokens on which lossless settings are compared with full KV
-SCALE = HEAD_SIZE**-0.5
 CASES = "sentencekv,shadowkv,shadowkvplus"
 
 
 class Prompt:
     """A prompt of one layer as a method meets it, and tokens that come after it."""
 
-    def __init__(self, tokens: int, dtype: torch.dtype, seed: int) -> None:
+    def __init__(self, tokens: int, dtype: torch.dtype, seed: int, shape: Shape = LLAMA_8B) -> None:
+        self.heads, self.kv_heads, self.size = shape.heads, shape.kv_heads, shape.head_size
+        self.scale = self.size**-0.5
         self.draw = torch.Generator().manual_seed(seed)
         self.dtype, self.tokens = dtype, tokens
         self.tokenizer = AutoTokenizer.from_pretrained(model_path())
@@ -58,10 +62,11 @@ class Prompt:
         ids = torch.tensor(self.tokenizer(text)["input_ids"])
         self.ids = ids.repeat(-(-tokens // len(ids)))[:tokens]
         place = torch.arange(tokens + 1024)[None]
-        self.cos, self.sin = LlamaRotaryEmbedding(llama_layer.config())(self.randn(1), place)
-        basis = self.randn(RANK, KV_HEADS * HEAD_SIZE, dtype=torch.float32) / RANK**0.5
+        self.cos, self.sin = shape.rotary(shape.config())(self.randn(1), place)
+        basis = self.randn(RANK, self.kv_heads * self.size, dtype=torch.float32) / RANK**0.5
         self.basis = basis.to(dtype)
-        self.keys, self.values = self.states(0, tokens), self.randn(1, KV_HEADS, tokens, HEAD_SIZE)
+        self.keys = self.states(0, tokens)
+        self.values = self.randn(1, self.kv_heads, tokens, self.size)
 
     def randn(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.randn(shape, generator=self.draw, dtype=dtype or self.dtype)
@@ -69,12 +74,12 @@ class Prompt:
     def states(self, start: int, count: int) -> Tensor:
         """Keys [1, H_kv, n, D] of tokens from `start` on, after RoPE."""
         joint = self.randn(count, RANK) @ self.basis
-        plain = joint.view(1, count, KV_HEADS, HEAD_SIZE).transpose(1, 2)
+        plain = joint.view(1, count, self.kv_heads, self.size).transpose(1, 2)
         at = slice(start, start + count)
         return rotate(plain, self.cos[:, at], self.sin[:, at])
 
     def queries(self, count: int) -> Tensor:
-        return self.randn(1, HEADS, count, HEAD_SIZE)
+        return self.randn(1, self.heads, count, self.size)
 
     def plan(self, method: Method) -> Plan:
         plan = method.begin([self.ids], Context(self.tokenizer))
@@ -91,7 +96,7 @@ class Prompt:
             cos, sin = (x[:, : self.tokens].clone() for x in (self.cos, self.sin))
             rope.append(cos, sin, None, batch=1)
         latest = self.queries(max(method.observe, 1))
-        return Row(0, latest, self.keys, self.values, SCALE, rope=rope)
+        return Row(0, latest, self.keys, self.values, self.scale, rope=rope)
 
 
 class Decoding:
@@ -106,7 +111,7 @@ class Decoding:
         """One more token: not part of what is timed."""
         prompt = self.prompt
         self.query, self.key = prompt.queries(1), prompt.states(self.seen, 1)
-        self.value = prompt.randn(1, KV_HEADS, 1, HEAD_SIZE)
+        self.value = prompt.randn(1, prompt.kv_heads, 1, prompt.size)
         self.plan.advance(prompt.ids[None, self.seen % prompt.tokens, None], None)
         at = slice(self.seen, self.seen + 1)
         if self.row.rope is not None and self.row.rope.grows:
@@ -114,7 +119,9 @@ class Decoding:
         self.seen += 1
 
     def step(self) -> Tensor:
-        return self.state.step(self.query, self.key, self.value, valid=None, scale=SCALE)
+        return self.state.step(
+            self.query, self.key, self.value, valid=None, scale=self.prompt.scale
+        )
 
     @property
     def shared_bytes(self) -> int:
@@ -127,26 +134,24 @@ def decoding(prompt: Prompt, method: Method) -> Decoding:
     return Decoding(prompt, row, plan, method.compress([row], plan))
 
 
-def check(name: str, dtype: torch.dtype, seed: int) -> None:
+def check(name: str, dtype: torch.dtype, seed: int, shape: Shape = LLAMA_8B) -> None:
     """With a budget beyond a short prompt the method's steps are full attention."""
-    prompt = Prompt(SHORT, dtype, seed)
-    method = make_method(name, SHORT + 16, methods=METHODS)
-    if method is None:
-        raise click.UsageError(f"{name} is no method of ours")
+    prompt = Prompt(SHORT, dtype, seed, shape)
+    method = chosen(name, SHORT + 16)
     state = decoding(prompt, method)
     keys, values = [prompt.keys], [prompt.values]
     for _ in range(3):
         keys.append(state.key)
         values.append(state.value)
-        grouped = state.query.double().view(KV_HEADS, -1, HEAD_SIZE)
-        scores = grouped @ torch.cat(keys, 2)[0].double().mT * SCALE
+        grouped = state.query.double().view(prompt.kv_heads, -1, prompt.size)
+        scores = grouped @ torch.cat(keys, 2)[0].double().mT * prompt.scale
         wanted = (scores.softmax(-1) @ torch.cat(values, 2)[0].double()).view_as(state.query)
         agree(f"{name}, nothing left out", state.step(), wanted, within=4 * WITHIN[dtype])
         state.come()
 
 
 def measure(
-    name: str, method: Method, prompt: Prompt, *, rounds: int, prefill: bool
+    name: str, method: Method, prompt: Prompt, shape: Shape, *, rounds: int, prefill: bool
 ) -> dict[str, Any]:
     """One row: bytes, a step beside full KV, and the time that compressing the prompt takes."""
     row, plan = prompt.row(method), prompt.plan(method)
@@ -166,7 +171,7 @@ def measure(
     tiers, traffic = run.state.nbytes(), run.state.traffic()
     whole = nbytes(prompt.keys, prompt.values)
     asked = traffic["hits"] + traffic["misses"]
-    found = {
+    return {
         "case": name,
         "context": prompt.tokens,
         "attended": int(run.state.entries().max()),
@@ -179,13 +184,41 @@ def measure(
         "shared_mib": run.shared_bytes / MIB,
         "host_mib": (tiers["host"] + tiers["disk"]) / MIB,
         "full_kv_mib": whole / MIB,
-        "times_below": whole / (tiers["device"] + run.shared_bytes / LAYERS),
+        "times_below": whole / (tiers["device"] + run.shared_bytes / shape.layers),
         "compress_ms": compress,
     }
-    if prefill:
-        layer = llama_layer.prefill_ms(prompt.tokens, dtype=prompt.dtype)
-        found |= {"layer_prefill_ms": layer, "added": compress / layer}
-    return found
+
+
+def of_model(row: dict[str, Any], shape: Shape, dtype: torch.dtype) -> dict[str, float]:
+    """Bytes of the whole model: all layers' caches and what they share, then with the weights."""
+    cache = (row["device_mib"] * shape.layers + row["shared_mib"]) * MIB
+    full = row["full_kv_mib"] * shape.layers * MIB
+    weights = shape.parameters() * dtype.itemsize
+    return {
+        "cache_gib": cache / GIB,
+        "full_cache_gib": full / GIB,
+        "share": cache / full,
+        "total_gib": (weights + cache) / GIB,
+        "full_total_gib": (weights + full) / GIB,
+        "total_below": 1 - (weights + cache) / (weights + full),
+    }
+
+
+def latency(row: dict[str, Any], shape: Shape, output: int, *, rest_ms: float) -> dict[str, float]:
+    """Seconds for the prompt and `output` tokens through all layers, and tokens per second.
+
+    rest_ms: one token through a layer without its cache. Tokens are those of input and output.
+    """
+    tokens = row["context"] + output
+    prompt, step = row["layer_prefill_ms"], rest_ms + row["step_ms"]
+    ours = shape.layers * (prompt + row["compress_ms"] + output * step) / 1e3
+    full = shape.layers * (prompt + output * (rest_ms + row["full_kv_ms"])) / 1e3
+    return {
+        "latency_s": ours,
+        "full_latency_s": full,
+        "tokens_per_s": tokens / ours,
+        "full_tokens_per_s": tokens / full,
+    }
 
 
 @click.command("methods-step")
@@ -195,6 +228,18 @@ def measure(
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", show_default=True)
 @click.option("--rounds", type=click.IntRange(min=1), default=9, show_default=True)
 @click.option("--prefill", is_flag=True, help="Also time the whole layer over the prompt.")
+@click.option("--shape", type=click.Choice(list(SHAPES)), default="llama-8b", show_default=True)
+@click.option("--model-bytes", is_flag=True, help="Also the bytes of all layers, and of weights.")
+@click.option(
+    "--output",
+    type=click.IntRange(min=1),
+    help="With --prefill: also the latency of so many tokens after the prompt, all layers.",
+)
+@click.option(
+    "--router",
+    is_flag=True,
+    help="SeKV with a router, of random weights: routing keys for each query head, not KV head.",
+)
 @click.option("--seed", type=int, default=0, show_default=True)
 @threads_option
 @json_option
@@ -205,6 +250,10 @@ def methods_step(
     dtype: str,
     rounds: int,
     prefill: bool,
+    shape: str,
+    model_bytes: bool,
+    output: int | None,
+    router: bool,
     seed: int,
     threads: int | None,
     json_file: Path | None,
@@ -212,30 +261,45 @@ def methods_step(
     """One layer's bytes, decoding step and prompt by each method's own functions.
 
     `device_mib` is what one layer holds on the device, `shared_mib` what all layers hold together;
-    `times_below` is full KV over the first and a 32nd of the second. `added` is the time that
-    compressing took over that of the whole layer's prefill. A method gets figures only after its
-    steps were found equal to full attention where nothing is left out.
+    `times_below` is full KV over the first and a layer's part of the second. `added` is the time
+    that compressing took over that of the whole layer's prefill. A method gets figures only after
+    its steps were found equal to full attention where nothing is left out.
     """
     names = parse_names([methods], known=METHODS)
-    lengths = [int(n) for n in contexts.split(",")]
+    lengths = parse_lengths(contexts)
     granted = None if budget is None else parse_budget(budget)
+    if output is not None and not prefill:
+        raise click.UsageError("--output needs --prefill")
     set_threads(threads)
     free_one_block()
+    form, kind = SHAPES[shape], DTYPES[dtype]
     rows: list[dict[str, Any]] = []
     with torch.inference_mode():
         for name in names:
-            check(name, DTYPES[dtype], seed)
+            check(name, kind, seed, form)
+        rest = llama_layer.prefill_ms(1, dtype=kind, rounds=rounds, shape=form) if output else 0.0
         for length in lengths:
-            prompt = Prompt(length, DTYPES[dtype], seed)
+            prompt = Prompt(length, kind, seed, form)
+            whole = llama_layer.prefill_ms(length, dtype=kind, shape=form) if prefill else 0.0
             for name in names:
-                method = chosen(name, granted)
-                rows.append(measure(name, method, prompt, rounds=rounds, prefill=prefill))
+                method = chosen(name, granted, form if router else None)
+                row = measure(name, method, prompt, form, rounds=rounds, prefill=prefill)
+                if prefill:
+                    row |= {"layer_prefill_ms": whole, "added": row["compress_ms"] / whole}
+                if model_bytes:
+                    row |= of_model(row, form, kind)
+                if output is not None:
+                    row |= latency(row, form, output, rest_ms=rest)
+                rows.append(row)
     publish(rows, json_file)
 
 
-def chosen(name: str, budget: int | float | None) -> Method:
-    """The method with this budget, or with its own."""
+def chosen(name: str, budget: int | float | None, routed: Shape | None = None) -> Method:
+    """The method with this budget, or with its own; with a router of shape `routed` if it can."""
     method = make_method(name, budget, methods=METHODS)
     if method is None:
         raise click.UsageError(f"{name} is no method of ours")
+    if routed is not None and "router" in {field.name for field in fields(method)}:  # type: ignore[arg-type]
+        router = Router(1, routed.heads, routed.kv_heads, routed.head_size)
+        return replace(method, router=router)  # type: ignore[type-var]
     return method

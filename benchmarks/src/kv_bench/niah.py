@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -13,7 +14,8 @@ from rich.table import Table
 from kv_bench.answers import answers
 from kv_bench.folder import digest, fingerprint
 from kv_bench.grid import Results, Row, Variant
-from kv_bench.measure import methods_option
+from kv_bench.matched import Key, Match, as_run, check_shares, find_all, match_option
+from kv_bench.measure import methods_option, publish
 from kv_bench.variants import make_variants, parse_lengths
 from kv_integration import METHODS, haystack
 from kv_integration.answer import is_correct
@@ -50,6 +52,7 @@ from kv_integration.cli.progress import Steps
     metavar="BUDGETS",
     help="Entries of the prompt that a step may attend, numbers or shares, with commas between.",
 )
+@match_option
 @click.option("--samples", default=10, show_default=True, help="Prompts per length and depth.")
 @click.option(
     "--out",
@@ -95,6 +98,7 @@ def niah(
     contexts: str,
     depths: int,
     budgets: str,
+    match: str,
     samples: int,
     out: Path,
     text_file: Path | None,
@@ -108,15 +112,19 @@ def niah(
 ) -> None:
     """Needle in a haystack: how often a number stated once in a long text is found again.
 
-    Leaves results.csv, results.json and a heat map per method and budget in DIR.
+    Leaves results.csv, results.json and a heat map per method and budget in DIR. With --match
+    device budgets are shares of full KV's bytes on the device; the entries that each method may
+    attend for it are found on the first prompt of each length, and budgets.json says which.
 
     \b
     Examples:
       kv-bench niah --out results
       kv-bench niah --contexts 512,2048 --budgets 0.05,0.1,0.2 --samples 20 --out results
       kv-bench niah --methods full,sablock --budgets 256 --haystack novel.txt --out novel
+      kv-bench niah --methods full,sekv,snapkv --budgets 0.05,0.1 --match device --out matched
     """
     variants = make_variants(parse_names(methods, known=METHODS), budgets)
+    check_shares(variants, match)
     lengths = parse_lengths(contexts)
     for option, value in (("--depths", depths), ("--samples", samples), ("--batch", batch)):
         if value < 1:
@@ -130,7 +138,7 @@ def niah(
         results = Results(
             out,
             {
-                "benchmark": "niah",
+                "benchmark": "niah" if match == "entries" else "niah, matched on device bytes",
                 "model": fingerprint(loaded.folder),
                 "haystack": "held-out topics" if text is None else digest(text.encode()),
                 "seed": seed,
@@ -140,10 +148,27 @@ def niah(
             },
             Row,
         )
+        found: dict[Key, Match] | None = None
+        if match == "device":
+            firsts = first_prompts(loaded, text, lengths, depths, seed)
+            with steps.step("budgets", total=len(lengths) * len(variants)) as step:
+                found = find_all(
+                    loaded,
+                    variants,
+                    firsts,
+                    steps=max_new_tokens,
+                    folder=out,
+                    advance=step.advance,
+                )
+        runs = as_run(variants, lengths, found)
         places = [(length, depth) for length in lengths for depth in places_of(depths)]
         with steps.step("needles", total=len(places) * samples) as step:
             for length, depth in places:
-                todo = [v for v in variants if not results.has(v, length, depth)]
+                todo = [
+                    v
+                    for v in variants
+                    if (v.label, length) in runs and not results.has(v, length, depth)
+                ]
                 if not todo:
                     step.advance(samples)
                     continue
@@ -151,8 +176,9 @@ def niah(
                 right = [0] * len(todo)
                 for start in range(0, samples, batch):
                     part = prompts[start : start + batch]
-                    found = count_right(loaded, part, todo, max_new_tokens)
-                    right = [before + new for before, new in zip(right, found, strict=True)]
+                    ways = [runs[v.label, length] for v in todo]
+                    counts = count_right(loaded, part, ways, max_new_tokens)
+                    right = [before + new for before, new in zip(right, counts, strict=True)]
                     step.advance(len(part))
                 results.add(
                     Row(v.method, length, depth, v.budget, samples, count / samples)
@@ -160,14 +186,25 @@ def niah(
                 )
         with steps.step("drawing heat maps", total=len(variants)) as step:
             for variant in variants:
-                draw_heat_map(results, variant)
+                if results.of(variant):
+                    draw_heat_map(results, variant)
                 step.advance()
     print_summary(results, variants, lengths)
+    if found is not None:
+        publish([asdict(found[v.label, n]) for v in variants for n in lengths], None)
 
 
 def places_of(count: int) -> list[float]:
     """`count` depths evenly from 0 to 1; a single one in the middle."""
     return [0.5] if count == 1 else [round(at / (count - 1), 4) for at in range(count)]
+
+
+def first_prompts(
+    loaded: Loaded, text: str | None, lengths: Sequence[int], depths: int, seed: int
+) -> Mapping[int, Sequence[int]]:
+    """Ids of each length's first prompt, on which budgets are found."""
+    depth = places_of(depths)[0]
+    return {n: make_prompts(loaded, text, n, depth, 1, seed)[0].ids for n in lengths}
 
 
 def make_prompts(
@@ -235,6 +272,6 @@ def print_summary(
         cells = []
         for length in lengths:
             found = [row.accuracy for row in results.of(variant) if row.context == length]
-            cells.append(f"{sum(found) / len(found):.1%}")
+            cells.append(f"{sum(found) / len(found):.1%}" if found else "-")
         table.add_row(variant.method, str(variant.budget), *cells)
     Console().print(table)

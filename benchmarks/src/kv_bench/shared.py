@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kv_integration import LayerState, Method, Plan, Row
 from kv_integration.method import Context
@@ -51,6 +52,10 @@ class Shared(Method):
     @property
     def budget(self) -> int | float:  # type: ignore[override]
         return self.methods[self.active].budget
+
+    def bound(self, model: PreTrainedModel) -> Shared:
+        self.methods = [method.bound(model) for method in self.methods]
+        return self  # whose `active` the owner goes on choosing
 
     def choose(self, index: int) -> None:
         """The next tokens go to method `index`."""

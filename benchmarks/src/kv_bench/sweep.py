@@ -11,7 +11,8 @@ from typing import Any
 import click
 
 from kv_bench import measure
-from kv_bench.niah import count_right, make_prompts, places_of
+from kv_bench.matched import as_run, check_shares, find_all, match_option
+from kv_bench.niah import count_right, first_prompts, make_prompts, places_of
 from kv_bench.variants import make_variants, parse_lengths
 from kv_integration import METHODS
 from kv_integration.cli.inputs import check_positions, load_model, settle
@@ -36,6 +37,7 @@ from kv_integration.cli.spec import options_of, parse_specs
 )
 @click.option("--depths", default=5, show_default=True, help="Places of the needle.")
 @click.option("--budgets", default="0.05,0.1", show_default=True, help="With commas between.")
+@match_option
 @click.option("--samples", default=20, show_default=True, help="Prompts per length and depth.")
 @click.option("--batch", default=4, show_default=True, help="Prompts that run together.")
 @click.option(
@@ -53,6 +55,7 @@ def sweep(
     contexts: str,
     depths: int,
     budgets: str,
+    match: str,
     samples: int,
     batch: int,
     seed: int,
@@ -62,13 +65,17 @@ def sweep(
     """Share of needles that the embedded model finds, for each setting of a method.
 
     Every prompt passes the model once for all settings, so that one more costs a few decoding
-    steps. The settings of a method are compared on the same prompts.
+    steps. The settings of a method are compared on the same prompts. With --match device each has
+    the entries that keep it within a share of full KV's bytes on the device; a setting that cannot
+    has no figure.
 
     \b
-    Example:
+    Examples:
       kv-bench sweep --methods sablock --vary lam=0,0.5,1 --vary window=8,16,32 --threads 1
+      kv-bench sweep --methods "sekv(router=embedded)" --vary anchors=False --match device
     """
     variants = make_variants(settings(methods, vary, product=product), budgets)
+    check_shares(variants, match)
     lengths = parse_lengths(contexts)
     for option, value in (("--depths", depths), ("--samples", samples), ("--batch", batch)):
         if value < 1:
@@ -76,23 +83,38 @@ def sweep(
     settle(seed, threads, 1)
     loaded = load_model(None, dtype="auto", device="cpu")
     check_positions(loaded.model, max(lengths), NEW_TOKENS)
+    found = None
+    if match == "device":
+        firsts = first_prompts(loaded, None, lengths, depths, seed)
+        with Steps() as steps, steps.step("budgets", len(lengths) * len(variants)) as step:
+            found = find_all(loaded, variants, firsts, steps=NEW_TOKENS, advance=step.advance)
+    runs = as_run(variants, lengths, found)
     right: dict[int, Counter[str]] = {length: Counter() for length in lengths}
     with Steps() as steps, steps.step("needles", len(lengths) * depths * samples) as step:
         for length, depth in itertools.product(lengths, places_of(depths)):
+            todo = [v for v in variants if (v.label, length) in runs]
             prompts = make_prompts(loaded, None, length, depth, samples, seed)
-            for start in range(0, samples, batch):
+            for start in range(0, samples if todo else 0, batch):
                 part = prompts[start : start + batch]
-                found = count_right(loaded, part, variants, NEW_TOKENS)
-                right[length].update(
-                    {v.label: count for v, count in zip(variants, found, strict=True)}
-                )
+                ways = [runs[v.label, length] for v in todo]
+                counts = count_right(loaded, part, ways, NEW_TOKENS)
+                right[length].update({v.label: n for v, n in zip(todo, counts, strict=True)})
                 step.advance(len(part))
     prompts_each = depths * samples
     rows: list[dict[str, Any]] = []
     for variant in variants:
-        shares = {str(n): right[n][variant.label] / prompts_each for n in lengths}
-        mean = sum(shares.values()) / len(lengths)
-        rows.append({"case": variant.method, "budget": variant.budget, **shares, "mean": mean})
+        shares = {
+            str(n): right[n][variant.label] / prompts_each if (variant.label, n) in runs else None
+            for n in lengths
+        }
+        given = [share for share in shares.values() if share is not None]
+        mean = sum(given) / len(lengths) if len(given) == len(lengths) else None
+        row = {"case": variant.method, "budget": variant.budget, **shares, "mean": mean}
+        if found is not None:
+            matches = [found[variant.label, n] for n in lengths]
+            row |= {f"entries at {m.context}": m.entries for m in matches}
+            row |= {f"device at {m.context}": m.reached for m in matches}
+        rows.append(row)
     measure.publish(rows, json_file)
 
 

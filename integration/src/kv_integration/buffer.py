@@ -12,7 +12,7 @@ from kv_attn_triton import attention
 from kv_integration.storable import storable
 from kv_offload import storage_bytes
 
-ROOM = 64  # entries added at the least when a buffer grows
+ROOM, LEAST = 64, 8  # entries free at most in a new buffer, and added at the least
 
 
 @storable
@@ -38,7 +38,7 @@ class KVBuffer:
         counts = [keys.shape[2] for keys, _ in rows]
         _, heads, _, dim = rows[0][0].shape
         count = max(counts)
-        shape = (len(rows), heads, count + ROOM)
+        shape = (len(rows), heads, count + min(_room(count), ROOM))
         keys = rows[0][0].new_empty(*shape, dim)
         values = rows[0][1].new_empty(*shape, rows[0][1].shape[-1])
         for row, (row_keys, row_values) in enumerate(rows):
@@ -147,7 +147,7 @@ class KVBuffer:
         """Make room for lists of `count` entries."""
         if count <= self.keys.shape[2]:
             return
-        capacity = count + max(ROOM, count // 8)
+        capacity = count + _room(count)
 
         def grown(old: Tensor) -> Tensor:
             new = old.new_empty(*old.shape[:2], capacity, old.shape[3])
@@ -155,3 +155,8 @@ class KVBuffer:
             return new
 
         self.keys, self.values = grown(self.keys), grown(self.values)
+
+
+def _room(count: int) -> int:
+    """Entries to add to `count` when a buffer grows: an eighth, so that short lists stay short."""
+    return max(LEAST, count // 8)
