@@ -36,9 +36,11 @@ class Watch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        gc.unfreeze()  # or the list lacks what is frozen
         # A weak reference keeps the address of a storage from being used again.
         alive = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
         self.before = {s._cdata: StorageWeakRef(s) for s in _storages(*alive)}
+        gc.freeze()
         self.known: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
