@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from kv_integration.method import Context
 
@@ -36,16 +36,19 @@ class Watch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        gc.unfreeze()  # or the list lacks what is frozen
         # A weak reference keeps the address of a storage from being used again.
         alive = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
-        self.before = {s._cdata: StorageWeakRef(s) for s in _storages(alive)}
+        self.before = {s._cdata: StorageWeakRef(s) for s in _storages(*alive)}
+        gc.freeze()
         self.known: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         out = operation(*args, **(kwargs or {}))
-        for storage in _storages((args, kwargs, out)):
-            if storage._cdata not in self.before:
-                self.known[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        for storage in _storages(args, kwargs, out):
+            key, size = storage._cdata, storage.nbytes()
+            if key not in self.before and self.known.get(key, (None, None))[1] != size:
+                self.known[key] = StorageWeakRef(storage), size
         return out
 
     def live(self) -> int:
@@ -54,5 +57,12 @@ class Watch(TorchDispatchMode):
         return sum(size for _, size in self.known.values())
 
 
-def _storages(tree: object) -> list[torch.UntypedStorage]:
-    return [x.untyped_storage() for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
+def _storages(*tree: object) -> Iterator[torch.UntypedStorage]:
+    """Of all tensors in lists, tuples and dicts; operations take no other containers."""
+    for item in tree:
+        if isinstance(item, torch.Tensor):
+            yield item.untyped_storage()
+        elif isinstance(item, (list, tuple)):
+            yield from _storages(*item)
+        elif isinstance(item, dict):
+            yield from _storages(*item.values())

@@ -66,9 +66,12 @@ def test_ask_json(folder: Path, method: str) -> None:
         assert record["device_bytes"] >= record["full_kv_bytes"]
     else:
         assert record["budget"] == 0.25
-        # the most of any layer: PyramidKV gives its first layers more than the mean
-        granted = record["prompt_tokens"] // 4
-        assert record["entries_attended"] == granted or method == "pyramidkv"
+        granted, attended = record["prompt_tokens"] // 4, record["entries_attended"]
+        if method == "sekv":  # expands whole spans, and only those that a query looks for
+            assert 0 < attended <= granted
+        else:
+            # the most of any layer: PyramidKV gives its first layers more than the mean
+            assert attended == granted or method == "pyramidkv"
 
 
 def test_an_integer_budget_counts_entries(folder: Path) -> None:

@@ -58,6 +58,14 @@ WHOLE = ("shadowkv", "shadowkvplus", "quest", "loki", "infinigen")
 ENTRY = 2 * 16 * 4  # bytes of one key and one value in float32
 
 
+@pytest.fixture(autouse=True)
+def quick_collection():
+    """Collections look at what a test makes, not at all the modules that were imported before."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def told(cache) -> int:
     report = cache.report()
     return report.device_bytes + report.host_bytes + report.disk_bytes
