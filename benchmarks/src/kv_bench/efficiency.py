@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 import torch
@@ -212,7 +212,7 @@ class Side:
 def held(cache: Cache) -> dict[str, float]:
     """What stays on device and host, and what full KV of as many tokens takes."""
     if not isinstance(cache, KVCache):
-        size = cache_bytes(cache)  # type: ignore[arg-type]
+        size = cache_bytes(cast(Any, cache))
         return {"device_mib": size / MIB, "host_mib": 0.0, "full_kv_mib": size / MIB}
     report = cache.report()
     return {

@@ -32,7 +32,7 @@ from kv_integration.cli.inputs import (
 from kv_integration.cli.progress import Steps
 
 
-@click.command(params=[option for option in niah.params if option.name != "depths"])
+@click.command(params=[option for option in niah.params if option.name not in ("depths", "match")])
 @click.option("--turns", "count", default=8, show_default=True, help="Needles, and turns.")
 def turns(
     methods: tuple[str, ...],

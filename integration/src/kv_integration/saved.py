@@ -102,7 +102,7 @@ def _attributes(layer: Any) -> tuple[str, ...]:
 def _devices(model: PreTrainedModel) -> dict[int, torch.device]:
     """Where each layer's attention is."""
     return {
-        int(module.layer_idx): next(module.parameters()).device  # type: ignore[arg-type]
+        int(getattr(module, "layer_idx")): next(module.parameters()).device  # noqa: B009 - untyped
         for module in model.modules()
         if type(module).__name__.endswith("Attention") and hasattr(module, "layer_idx")
     }
