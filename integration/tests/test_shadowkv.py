@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import slow_shadowkv as slow
 import torch
-from families import generate
+from families import build, full_kv, generate, prompt, shared
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
