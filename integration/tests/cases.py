@@ -77,7 +77,6 @@ FORGETS_ON = ("streamingllm", "h2o")
 # An input of several tokens, a draft's too, chooses once or attends all: not what one by one would.
 BY_INPUT = ("sentencekv", "shadowkv", "shadowkvplus", "quest", "loki", "infinigen")
 CANNOT_CROP = ("h2o",)
-CANNOT_SAVE = ("shadowkv", "shadowkvplus", "sekv", "quest", "loki", "infinigen")
 RECOMPRESSES = ("semanticache", "sablock", "snapkv", "pyramidkv", "chunkkv", "cam", "d2o")
 
 assert list(LOSSLESS) == list(SMALL) == list(METHODS)

@@ -40,7 +40,9 @@ def test_the_share_is_that_of_the_report(tokenizer):
 def test_a_share_that_cannot_be_kept_says_how_near_it_comes(tokenizer):
     model, ids = shared("llama"), prompt(200)["input_ids"]
     with attach(model, tokenizer) as kv:
-        with pytest.raises(ValueError, match=r"snapkv cannot keep within share 0.02 .* is 0\.0[45]"):
+        with pytest.raises(
+            ValueError, match=r"snapkv cannot keep within share 0.02 .* is 0\.0[45]"
+        ):
             for_device_share(kv, SnapKV(window=8), ids, 0.02, steps=2)
         with pytest.raises(TypeError, match="full has no budget to plan"):
             for_device_share(kv, FullKV(), ids, 0.5)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
 import torch
-from cases import CANNOT_SAVE, RECOMPRESSES, SMALL, each
+from cases import RECOMPRESSES, SMALL, each
 from families import build, generate, prompt, shared
 
-from kv_integration import FullKV, SABlock, SemantiCache, SentenceKV, SnapKV, attach
+from kv_integration import FullKV, Loki, SABlock, SeKV, SnapKV, attach, loki_bases
 from kv_integration.kept import Kept
+from kv_integration.router import Router
+from kv_integration.settings import describe
 from kv_offload import (
     AlteredFileError,
     CacheFileError,
@@ -40,7 +43,7 @@ def begun(kv, method, lengths, **options):
     return cache, torch.cat([inputs["attention_mask"], ones], 1)
 
 
-@each(SMALL, but=CANNOT_SAVE)
+@each(SMALL)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("lengths", [(40,), (40, 22)], ids=str)
 def test_a_loaded_cache_goes_on_as_the_saved_one(tokenizer, family, method, lengths, tmp_path):
@@ -53,8 +56,12 @@ def test_a_loaded_cache_goes_on_as_the_saved_one(tokenizer, family, method, leng
         assert again.prompt_tokens == report.prompt_tokens
         assert again.tokens_seen == report.tokens_seen == loaded.get_seq_length()
         assert again.entries_attended == report.entries_attended
+        # What grows has room to do so, which no file holds: ShadowKV+ on the host, too.
         assert again.device_bytes <= report.device_bytes
-        assert again.host_bytes == report.host_bytes
+        grown = method.name == "shadowkvplus" and again.host_bytes < report.host_bytes
+        assert again.host_bytes == report.host_bytes or grown
+        assert again.bytes_moved == report.bytes_moved
+        assert again.hit_rate == report.hit_rate
         for ours, wanted in zip(go_on(model, loaded, mask), go_on(model, cache, mask), strict=True):
             assert torch.equal(ours, wanted)
         # and the file is as it was
@@ -62,7 +69,7 @@ def test_a_loaded_cache_goes_on_as_the_saved_one(tokenizer, family, method, leng
         assert again.report().tokens_seen == report.tokens_seen
 
 
-@each(SMALL, RECOMPRESSES, but=CANNOT_SAVE)
+@each(SMALL, RECOMPRESSES)
 def test_it_goes_on_compressing(tokenizer, method, tmp_path):
     model = shared("llama")
     with attach(model, tokenizer) as kv, torch.no_grad():
@@ -75,9 +82,10 @@ def test_it_goes_on_compressing(tokenizer, method, tmp_path):
         assert all(layer.since <= 6 for layer in loaded.compressed)
 
 
+@each(SMALL, ("sentencekv", "shadowkv", "shadowkvplus", "sekv"))
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_what_lies_on_a_tier_lies_there_again(tokenizer, tier, tmp_path):
-    model, method = shared("llama"), SentenceKV(budget=12, window=4, tier=tier)
+def test_what_lies_on_a_tier_lies_there_again(tokenizer, method, tier, tmp_path):
+    model, method = shared("llama"), dataclasses.replace(method, tier=tier)
     with attach(model, tokenizer) as kv, torch.no_grad():
         cache, mask = begun(kv, method, (40, 22))
         cache.batch_repeat_interleave(2)
@@ -85,19 +93,128 @@ def test_what_lies_on_a_tier_lies_there_again(tokenizer, tier, tmp_path):
         cache.save(tmp_path / "cache")
         loaded = kv.load(tmp_path / "cache", method)
         held = getattr(loaded.report(), f"{tier}_bytes")
-        assert held == getattr(cache.report(), f"{tier}_bytes") > 0
+        wanted = getattr(cache.report(), f"{tier}_bytes")
+        assert held == wanted > 0 or (method.name == "shadowkvplus" and 0 < held < wanted)
         for ours, wanted in zip(go_on(model, loaded, mask), go_on(model, cache, mask), strict=True):
             assert torch.equal(ours, wanted)
 
 
-def test_in_bfloat16_bits_stay(tokenizer, tmp_path):
-    model, method = shared("llama", torch.bfloat16), SemantiCache(budget=16)
+@each(SMALL)
+def test_in_bfloat16_and_where_rows_share_a_prompt_bits_stay(tokenizer, method, tmp_path):
+    model = shared("llama", torch.bfloat16)
+    with attach(model, tokenizer) as kv, torch.no_grad():
+        cache, mask = begun(kv, method, (40, 22))
+        rows = torch.tensor([1, 0, 1])
+        cache.batch_select_indices(rows)
+        cache.save(tmp_path / "cache")
+        loaded, mask = kv.load(tmp_path / "cache", method), mask[rows]
+        for ours, wanted in zip(go_on(model, loaded, mask), go_on(model, cache, mask), strict=True):
+            assert torch.equal(ours, wanted)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        dataclasses.replace(SMALL["shadowkv"], fp8=True),
+        dataclasses.replace(SMALL["shadowkvplus"], fp8=True),
+        dataclasses.replace(SMALL["sentencekv"], retrieve="sentence", sentences="punkt"),
+        dataclasses.replace(SMALL["infinigen"], offload=False, alpha=2.0),
+        dataclasses.replace(SMALL["quest"], offload=True),
+        dataclasses.replace(SMALL["sekv"], max_rank=0),
+        SeKV(budget=1.0),
+    ],
+    ids=["fp8", "plus-fp8", "punkt", "alpha", "offload", "rank-0", "no-spans"],
+)
+def test_what_a_setting_brings_comes_back(tokenizer, method, tmp_path):
+    model = shared("llama")
     with attach(model, tokenizer) as kv, torch.no_grad():
         cache, mask = begun(kv, method, (40, 22))
         cache.save(tmp_path / "cache")
         loaded = kv.load(tmp_path / "cache", method)
         for ours, wanted in zip(go_on(model, loaded, mask), go_on(model, cache, mask), strict=True):
             assert torch.equal(ours, wanted)
+
+
+def test_what_comes_later_can_be_taken_back_after_loading_too(tokenizer, tmp_path):
+    """Tokens from before the file as well as from after it."""
+    model = shared("llama")
+    for method in (SMALL[name] for name in ("sentencekv", "shadowkvplus", "sekv", "loki")):
+        with attach(model, tokenizer) as kv, torch.no_grad():
+            cache, mask = begun(kv, method, (40, 22))
+            cache.save(tmp_path / "cache")
+            loaded = kv.load(tmp_path / "cache", method)
+            for one in (cache, loaded):
+                one.crop(-1)
+            mask = mask[:, :-1]
+            logits = zip(go_on(model, loaded, mask), go_on(model, cache, mask), strict=True)
+            assert all(torch.equal(ours, wanted) for ours, wanted in logits)
+
+
+def test_layers_share_their_rope_tables_again(tokenizer, tmp_path):
+    model, method = shared("llama"), SMALL["shadowkvplus"]
+    with attach(model, tokenizer) as kv:
+        cache, _ = begun(kv, method, (40, 22))
+        cache.save(tmp_path / "cache")
+        loaded = kv.load(tmp_path / "cache", method)
+    assert len(loaded.ropes) == len(cache.ropes) == 1
+    for layer in loaded.compressed:
+        assert layer.rope is layer.state.rope is loaded.ropes[0]
+
+
+@pytest.fixture
+def routed(tokenizer, tmp_path):
+    """A model, its router, SeKV with it, and the file of a cache."""
+    model = build("llama")
+    router = Router.for_model(model, routing_dim=4, max_rank=4)
+    method = dataclasses.replace(SMALL["sekv"], router=router, threshold=0.3)
+    with attach(model, tokenizer) as kv:
+        begun(kv, method, (40, 22))[0].save(tmp_path / "cache")
+    return model, router, method, tmp_path / "cache"
+
+
+def test_a_router_is_the_same_if_its_numbers_are(routed, tokenizer, tmp_path):
+    model, router, method, file = routed
+    router.save(tmp_path / "router", model=model)
+    with attach(model, tokenizer) as kv, torch.no_grad():
+        cache, mask = begun(kv, method, (40, 22))
+        expected = go_on(model, cache, mask)
+        for given in (router, copy.deepcopy(router), tmp_path / "router", str(tmp_path / "router")):
+            loaded = kv.load(file, dataclasses.replace(method, router=given))
+            assert loaded.report().device_bytes <= cache.report().device_bytes
+            for layer in loaded.compressed:
+                own = loaded.method.router.projections
+                held = layer.state.routing.projection
+                assert held.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+            for ours, wanted in zip(go_on(model, loaded, mask), expected, strict=True):
+                assert torch.equal(ours, wanted)
+
+
+def test_another_router_is_refused(routed, tokenizer):
+    model, router, method, file = routed
+    other = copy.deepcopy(router)
+    with torch.no_grad():
+        other.predictor.leave.bias[0] += 1e-3
+    with attach(model, tokenizer) as kv, pytest.raises(CacheFileError) as error:
+        kv.load(file, dataclasses.replace(method, router=other))
+    ours, theirs = describe(method), describe(dataclasses.replace(method, router=other))
+    assert ours != theirs
+    assert f"was saved with method {ours}, wanted {theirs}" in str(error.value)
+
+
+def test_bases_from_other_text_are_a_setting(tokenizer, tmp_path):
+    model = shared("llama")
+    with attach(model, tokenizer) as kv, torch.no_grad():
+        bases = loki_bases(begun(kv, Loki(budget=12), (60,))[0])
+        method = Loki(budget=12, bases=bases)
+        cache, mask = begun(kv, method, (40, 22))
+        cache.save(tmp_path / "cache")
+        loaded = kv.load(tmp_path / "cache", Loki(budget=12, bases=tuple(x.clone() for x in bases)))
+        for ours, wanted in zip(go_on(model, loaded, mask), go_on(model, cache, mask), strict=True):
+            assert torch.equal(ours, wanted)
+        changed = (bases[0].nextafter(bases[0] + 1), *bases[1:])
+        for other in (None, changed):
+            with pytest.raises(CacheFileError, match="was saved with method Loki"):
+                kv.load(tmp_path / "cache", Loki(budget=12, bases=other))
 
 
 def test_a_later_process_may_turn_the_conversation(tokenizer, tmp_path):

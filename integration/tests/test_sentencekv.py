@@ -171,6 +171,18 @@ def test_crop_gives_back_at_most_what_is_remembered():
         talk.state.crop(1)
 
 
+def test_a_long_turn_leaves_no_more_than_what_is_remembered():
+    talk = Conversation([2, 2], retrieved=2)
+    assert talk.step(*[[1, 0, 0, 0]] * 500) == [0, 1]
+    assert talk.plan.count.item() == 500
+    history = [*talk.state.history.tensors, *talk.plan.history.tensors]
+    held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in history}
+    assert sum(held.values()) <= 66 * (2 * 4 * 4 + 1 + 4) + 100
+    talk.crop(64)
+    assert talk.plan.count.item() == 436
+    assert talk.state.query_sum[0].tolist() == [436.0, 0, 0, 0] * 2
+
+
 OPTIONS = [
     {},
     {"per": "kv_head"},

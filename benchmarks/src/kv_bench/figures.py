@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
+from typing import Any, Literal
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -21,9 +22,15 @@ from kv_bench.summary import Summary
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F4F24")
 MARKERS = "osD^vP*X<>ph"
 LINES = ("-", "--", "-.", ":")
-FULL = {"color": "#222222", "marker": "", "linestyle": (0, (6, 2)), "linewidth": 1.2}
+FULL: dict[str, Any] = {
+    "color": "#222222",
+    "marker": "",
+    "linestyle": (0, (6, 2)),
+    "linewidth": 1.2,
+}
 MIB = 2**20
 MOST_COLUMNS = 3
+SMALL, LARGE = 5, 9  # markers of the smallest and the largest budget
 
 Value = Callable[[Summary], float | None]
 
@@ -33,7 +40,7 @@ class Styles:
 
     def __init__(self, methods: Iterable[str]) -> None:
         others = [method for method in dict.fromkeys(methods) if method != "full"]
-        self._of = {
+        self._of: dict[str, dict[str, Any]] = {
             method: {
                 "color": COLOURS[at % len(COLOURS)],
                 "marker": MARKERS[at % len(MARKERS)],
@@ -44,7 +51,7 @@ class Styles:
             for at, method in enumerate(others)
         } | {"full": FULL}
 
-    def __getitem__(self, method: str) -> dict[str, object]:
+    def __getitem__(self, method: str) -> dict[str, Any]:
         return self._of[method]
 
 
@@ -57,7 +64,7 @@ def score_against_budget(rows: Sequence[Summary], styles: Styles) -> Figure:
         for method in dict.fromkeys(row.method for row in here):
             own = [row for row in here if row.method == method]
             if method == "full":
-                axes.axhline(own[0].score, label="full KV", **FULL)  # type: ignore[arg-type]
+                axes.axhline(own[0].score or 0.0, label="full KV", **FULL)
                 continue
             points = sorted((share(row), row.score, row.score_se or 0.0) for row in own)
             x, y, error = zip(*points, strict=True)
@@ -65,7 +72,7 @@ def score_against_budget(rows: Sequence[Summary], styles: Styles) -> Figure:
         axes.set_title(title_of(context), fontsize=9, loc="left")
         axes.set_xlabel("share of the prompt attended per step")
         axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        label_score(axes, rows[0])
+        label_score(axes, rows)
     return finish(figure, panels)
 
 
@@ -132,14 +139,14 @@ def task_bars(rows: Sequence[Summary], styles: Styles) -> Figure:
         )
     axes.set_xticks(range(len(tasks)), tasks, rotation=20 if len(tasks) > 4 else 0, fontsize=8)
     axes.set_ylim(0, 1.02)
-    label_score(axes, rows[0])
+    label_score(axes, rows)
     return finish(figure, [axes], grid_axis="y")
 
 
 def pareto(rows: Sequence[Summary], styles: Styles) -> Figure:
     """Mean score over tasks and contexts against bytes on the device, as share of full KV's.
 
-    The line joins the variants that no other beats in both.
+    The line joins the variants that no other beats in both; larger markers are larger budgets.
     """
     figure, (axes,) = grid(1, width=5.6, height=3.8)
     points = []
@@ -152,29 +159,24 @@ def pareto(rows: Sequence[Summary], styles: Styles) -> Figure:
         if own:
             size = fmean((row.device_bytes or 0) / (row.full_kv_bytes or 1) for row in own)
             points.append((size, fmean(row.score or 0.0 for row in own), own[0]))
+    sizes = sorted({row.budget for _, _, row in points if row.method != "full"}, key=budget_order)
     named: set[str] = set()
     for size, score, row in points:
         style = {**styles[row.method], "linestyle": ""}
         if row.method == "full":
-            style |= {"marker": "s", "markersize": 5}
+            style |= {"marker": "s", "markersize": SMALL}
+        else:
+            rank = sizes.index(row.budget) / max(len(sizes) - 1, 1)
+            style |= {"markersize": SMALL + rank * (LARGE - SMALL), "markeredgecolor": "white"}
         text = "full KV" if row.method == "full" else row.method
         axes.plot([size], [score], label="" if text in named else text, **style)
         named.add(text)
-        if row.method != "full":
-            axes.annotate(
-                budget_text(row.budget),
-                (size, score),
-                (4, 3),
-                textcoords="offset points",
-                fontsize=6.5,
-                color="#444444",
-            )
     front = pareto_front([(size, score) for size, score, _ in points])
     axes.plot(*zip(*front, strict=True), color="#999999", linewidth=1, zorder=0)
     axes.set_xlabel("bytes on the device, as share of full KV")
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_xlim(left=0)
-    label_score(axes, rows[0])
+    label_score(axes, rows)
     return finish(figure, [axes])
 
 
@@ -217,10 +219,16 @@ def budget_text(budget: int | float) -> str:
     return f"{budget:,}" if isinstance(budget, int) else f"{100 * budget:g}%"
 
 
-def label_score(axes: Axes, row: Summary) -> None:
-    """The y axis of a score."""
-    axes.set_ylabel(row.metric)
-    if not row.lower_is_better:
+def budget_order(budget: int | float) -> tuple[bool, float]:
+    """Shares by size, then numbers of entries by size."""
+    return isinstance(budget, int), budget
+
+
+def label_score(axes: Axes, rows: Sequence[Summary]) -> None:
+    """The y axis of a score: the metric, if it is one."""
+    metrics = {row.metric for row in rows}
+    axes.set_ylabel(rows[0].metric if len(metrics) == 1 else "score")
+    if not rows[0].lower_is_better:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
 
 
@@ -236,12 +244,14 @@ def grid(count: int, *, width: float = 3.3, height: float = 2.9) -> tuple[Figure
     return figure, panels[:count]
 
 
-def finish(figure: Figure, panels: Sequence[Axes], *, grid_axis: str = "both") -> Figure:
+def finish(
+    figure: Figure, panels: Sequence[Axes], *, grid_axis: Literal["both", "y"] = "both"
+) -> Figure:
     """Grid, spines and one legend beside the panels."""
-    handles: dict[str, object] = {}
+    handles: dict[str, Any] = {}
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis=grid_axis, color="#dddddd", linewidth=0.6)  # type: ignore[arg-type]
+        axes.grid(axis=grid_axis, color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)
         axes.tick_params(labelsize=8)
         axes.xaxis.set_minor_locator(NullLocator())

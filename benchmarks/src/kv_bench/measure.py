@@ -94,6 +94,26 @@ def peak_bytes(call: Callable[[], object], device: str = "cpu") -> int:
     return peak
 
 
+def peak_resident_bytes(call: Callable[[], object]) -> int | None:
+    """Most memory of the host that the process held beyond what it held before; Linux only."""
+    reset, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+    if not reset.exists():
+        return None
+    gc.collect()
+
+    def read(field: str) -> int:
+        line = next(line for line in status.read_text().splitlines() if line.startswith(field))
+        return int(line.split()[1]) * 1024
+
+    try:
+        reset.write_text("5")  # the peak starts anew
+    except OSError:
+        return None
+    before = read("VmRSS")
+    call()
+    return max(read("VmHWM") - before, 0)
+
+
 def peak_numpy_bytes(call: Callable[[], object]) -> int:
     """Most bytes that Python and numpy held beyond what they held before, the result included."""
     tracemalloc.start()
@@ -168,7 +188,7 @@ def publish(
         table.add_column(name, justify="left" if left else "right", no_wrap=name == columns[0])
     for row in rows:
         table.add_row(*(_text(row.get(name)) for name in columns))
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    Console(width=None if sys.stdout.isatty() else 320).print(table)
     if json_file is None:
         return
     command = " ".join(["kv-bench", *sys.argv[1:]])

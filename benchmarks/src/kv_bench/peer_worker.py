@@ -32,17 +32,18 @@ def ours(name: str, model: Any, tokenizer: Any, kept: int) -> tuple[Any, Any]:
     """A context manager and a cache, of this project."""
     from kv_integration import METHODS, attach
 
-    settings: dict[str, Any] = {
+    settings: dict[str, dict[str, Any]] = {
         "snapkv": {"window": min(WINDOW, kept // 2), "pooling": "avg", "kernel": KERNEL},
         "pyramidkv": {"window": min(WINDOW, kept // 2), "pooling": "avg", "kernel": KERNEL},
         "chunkkv": {"window": min(WINDOW, kept // 2), "chunk": CHUNK},
         "streamingllm": {"sinks": SINKS},
-    }.get(name, {})
+    }
     if name not in METHODS:
         raise LookupError(f"there is no {name} here")
     make: Any = METHODS[name]
+    own = settings.get(name, {})
     attached = attach(model, tokenizer)
-    return attached, attached.cache(make() if name == "full" else make(budget=kept, **settings))
+    return attached, attached.cache(make() if name == "full" else make(budget=kept, **own))
 
 
 def kvpress(name: str, model: Any, context: int, kept: int) -> tuple[Any, Any]:

@@ -146,7 +146,7 @@ class Worker:
             limit.cancel()
         if not line:
             raise click.ClickException(
-                f"{self.process.args} ended with {self.process.wait()} at "
+                f"{self.process.args!r} ended with {self.process.wait()} at "
                 f"{request.get('side', request['op'])}; a reply may take {REPLY_S} s"
             )
         reply: dict[str, Any] = json.loads(line)
@@ -225,8 +225,8 @@ class Pair:
         for name in ("kept", "accuracy", "ttft_ms", "token_ms", "live_kib"):
             row[name], row[f"their_{name}"] = own.get(name), other.get(name)
         for name in ("ttft_ms", "token_ms", "live_kib"):
-            both = own.get(name), other.get(name)
-            row[f"{name.split('_')[0]}_ratio"] = both[0] / both[1] if all(both) else None
+            measured = name in own and name in other
+            row[f"{name.split('_')[0]}_ratio"] = own[name] / other[name] if measured else None
         return row
 
 

@@ -181,7 +181,12 @@ def draw(rows: Sequence[Summary]) -> Iterator[tuple[str, str, Figure]]:
         for name, text, label, value in (
             ("device", "bytes on the device", "MiB on the device", partial(scaled, "device_bytes")),
             ("host", "bytes on the host", "MiB on the host", partial(scaled, "host_bytes")),
-            ("ttft", "time to the first token", "ms to the first token", partial(ms, "ttft_s")),
+            (
+                "ttft",
+                "time to the first token (own prefill)",
+                "ms to the first token",
+                partial(ms, "ttft_s"),
+            ),
             ("token", "time per token", "ms per token", partial(ms, "per_token_s")),
         ):
             if any(value(row) for row in rows):
@@ -202,8 +207,8 @@ def draw(rows: Sequence[Summary]) -> Iterator[tuple[str, str, Figure]]:
             )
         yield (
             f"pareto-{mode}",
-            f"quality against bytes on the device, {mode}, means over tasks and contexts; numbers "
-            "are budgets, the line joins what nothing else beats in both",
+            f"quality against bytes on the device, {mode}, means over tasks and contexts; larger "
+            "markers are larger budgets, the line joins what nothing else beats in both",
             figures.pareto(own, styles),
         )
 
@@ -213,10 +218,12 @@ def heat_maps(records: Sequence[Record]) -> list[Picture]:
     from kv_bench.heatmap import draw as draw_map
 
     groups: dict[tuple[str, str, str], dict[tuple[int, float], list[float]]] = {}
+    exact = with_a_grid(records)
     for record in records:
         if record.status == OK and record.depth is not None and record.score is not None:
             group = groups.setdefault((record.task, record.mode, record.variant.label), {})
-            place = (record.context or record.prompt_tokens or 0, record.depth)
+            depth = record.depth if record.task in exact else round(record.depth, 1)
+            place = (record.context or record.prompt_tokens or 0, depth)
             group.setdefault(place, []).append(record.score)
     found = []
     for (task, mode, label), scores in groups.items():
@@ -226,10 +233,24 @@ def heat_maps(records: Sequence[Record]) -> list[Picture]:
             for (context, depth), own in scores.items()
         ]
         buffer = io.BytesIO()
-        draw_map(rows, f"{task}, {mode}: {label}", buffer)
+        draw_map(rows, f"{task}, {mode}\n{label}", buffer)
         caption = f"{task}, {mode}, {label}: score over context and depth"
         found.append(Picture(f"heat-{task}-{mode}-{label}", caption, buffer.getvalue()))
     return found
+
+
+def with_a_grid(records: Sequence[Record]) -> set[str]:
+    """Tasks whose depths are the same at every context; those of others are drawn at random."""
+    depths: dict[str, dict[int | None, set[float]]] = {}
+    for record in records:
+        if record.depth is not None:
+            by_context = depths.setdefault(record.task, {})
+            by_context.setdefault(record.context, set()).add(record.depth)
+    return {
+        task
+        for task, by_context in depths.items()
+        if all(found == next(iter(by_context.values())) for found in by_context.values())
+    }
 
 
 def render(name: str, caption: str, figure: Figure) -> Picture:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedConfig,
+)
 
 from kv_integration import haystack
 from kv_integration.cli.inputs import Loaded, load_model
@@ -39,18 +46,52 @@ def load(shape: str, *, layers: int | None, dtype: torch.dtype) -> Loaded:
     if shape == "embedded":
         loaded = load_model(None, dtype=str(dtype).removeprefix("torch."), device="cpu")
         return loaded
-    tokenizer = AutoTokenizer.from_pretrained(model_path())
-    torch.manual_seed(0)
-    own = SHAPES[shape] | ({} if layers is None else {"num_hidden_layers": layers})
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
+    return random_model(config_of(shape), layers=layers, dtype=dtype)
+
+
+def config_of(shape: str) -> PreTrainedConfig:
+    """The configuration of a known shape."""
+    return LlamaConfig(
         max_position_embeddings=131072,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
         eos_token_id=None,
-        **own,
+        **SHAPES[shape],
     )
-    model: Any = LlamaForCausalLM(config)
-    return Loaded(model.to(dtype).eval(), tokenizer, model_path())
+
+
+def read_config(file: Path) -> PreTrainedConfig:
+    """The configuration in a `config.json` of transformers.
+
+    Raises:
+        ValueError: there is no such file, or it is none of a known model.
+    """
+    if not file.is_file():
+        raise ValueError(f"there is no config {file}")
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(file)
+    except Exception as error:  # what a foreign file raises depends on what is in it
+        raise ValueError(f"{file} is no config of a model: {error}") from error
+    return config
+
+
+def random_model(
+    config: PreTrainedConfig, *, layers: int | None, dtype: torch.dtype, device: str = "cpu"
+) -> Loaded:
+    """A model of `config` with random weights and the embedded model's vocabulary."""
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    torch.manual_seed(0)
+    text = config.get_text_config(decoder=True)
+    text.vocab_size = len(tokenizer)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(text, name, None)
+    if layers is not None:
+        text.num_hidden_layers = layers
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:layers]
+    make: Any = AutoModelForCausalLM.from_config
+    with torch.device(device):
+        model = make(config, dtype=dtype)
+    return Loaded(model.eval(), tokenizer, model_path())
 
 
 def prose(loaded: Loaded, tokens: int) -> torch.Tensor:

@@ -116,7 +116,7 @@ class Attached:
             OSError: the file cannot be read.
         """
         cache = self.cache(method)
-        load(cache, path, self.model, method)
+        load(cache, path, self.model)
         return cache
 
     def detach(self) -> None:

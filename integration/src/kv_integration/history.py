@@ -7,10 +7,13 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from kv_integration.storable import storable
+
 DEPTH = 64  # tokens that can be taken back
 State = TypeVar("State", bound=tuple[Tensor | None, ...])
 
 
+@storable
 class History(Generic[State]):
     """The state after each of the last `DEPTH` tokens, and that before them."""
 

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from kv_integration.method import Row
 from kv_integration.retrieval import Index, stack_rows
+from kv_integration.storable import storable
 from kv_policies import top_tokens
 from kv_score import landmark_scores
 
 
+@storable
 class LowKeys(Index):
     """Keys in the directions `bases` [H_kv, D, d] of their row and KV head: [B, H_kv, T, d].
 

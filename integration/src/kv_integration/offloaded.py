@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from kv_attn_triton import attention, merge_states
+from kv_integration.storable import storable
 from kv_offload import HitCache, TieredStore
 
 BLOCK = 4096  # entries per list that are on the device at a time when all of them are attended
 
 
+@storable
 class Offloaded:
     """Keys beside values [H_kv, N_b, D + Dv] per row on `tier`, and the last selection of them.
 

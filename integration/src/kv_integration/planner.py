@@ -15,7 +15,6 @@ from kv_integration.budget import BudgetTooSmallError, check_budget
 from kv_integration.cache import KVCache
 from kv_integration.method import Method
 
-
 PRECISION = 0.02  # of the target
 
 

@@ -19,6 +19,7 @@ from kv_integration.buffer import KVBuffer
 from kv_integration.entries import Entries, RowEntries
 from kv_integration.method import LayerState, Row
 from kv_integration.offloaded import Offloaded
+from kv_integration.storable import storable
 from kv_offload import storage_bytes
 
 
@@ -72,6 +73,7 @@ class Index(ABC):
         return storage_bytes(*self.tensors, self.limits)
 
 
+@storable
 class Retrieval(LayerState):
     """The prompt on the device or, if `offload`, on the host; its index; and what came since.
 

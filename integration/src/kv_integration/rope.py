@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from kv_integration.buffer import KVBuffer
+from kv_integration.storable import storable
 from kv_lowrank import rotate
 
 Form: TypeAlias = Literal["half", "interleaved"]
 GIVEN = "position_embeddings"  # what transformers calls (cos, sin) among a module's arguments
 
 
+@storable
 class Rotation(NamedTuple):
     """Which channels form a pair, and how the columns of cos and sin name the frequencies.
 
@@ -147,11 +149,16 @@ def spread(pairs: Tensor, table: Form) -> Tensor:
     return torch.cat([pairs, pairs], dim=-1)
 
 
+def _gone() -> None:
+    """A reference to a tensor that is no more."""
+
+
 def _near(x: Tensor, y: Tensor) -> bool:
     """Equal but for the rounding of a half type; another way to turn is off by about the norm."""
     return bool((x - y).norm() <= 0.05 * y.norm())
 
 
+@storable
 class RopeTables:
     """cos and sin [B, N, R] of every row's tokens, padding left out; entry n is a row's token n.
 
@@ -163,10 +170,24 @@ class RopeTables:
     """
 
     def __init__(self, turn: Turn, device: torch.device, *, grows: bool) -> None:
-        self.given, self.device, self.rotation = turn.given, device, turn.rotation
+        self.given: Callable[[], Tensor | None] = turn.given
+        self.device, self.rotation = device, turn.rotation
         self.grows = grows
         self.seen = 0
         self._held: KVBuffer | None = None
+
+    def stored_fields(self) -> dict[str, Any]:
+        """For a file: the tensor that the model made is gone when it is read."""
+        own = {name: getattr(self, name) for name in ("rotation", "grows", "seen")}
+        return own | {"held": self._buffer}
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> RopeTables:
+        """As `stored_fields` gave them."""
+        held, own = fields["held"], {name: x for name, x in fields.items() if name != "held"}
+        tables = cls.__new__(cls)
+        vars(tables).update(own, _held=held, device=held.keys.device, given=_gone)
+        return tables
 
     @property
     def interleaved(self) -> bool:
@@ -199,7 +220,7 @@ class RopeTables:
         """Add cos, sin [1 or B, n, R] of new tokens; of row b only where `valid` [B, n] holds."""
         cos, sin = (self._formed(x).expand(batch, -1, -1)[:, None] for x in (cos, sin))
         if self._held is None and valid is None:
-            self._held = KVBuffer(cos, sin)
+            self._held = KVBuffer(cos.contiguous(), sin.contiguous())
             return
         if self._held is None:
             self._held = KVBuffer.empty((batch, 1), cos, sin)

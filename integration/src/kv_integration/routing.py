@@ -3,35 +3,51 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kv_integration.router import Router
+from kv_integration.storable import storable
 from kv_offload import storage_bytes
 
 
+@storable
 @dataclass
 class Routing:
     """One layer's routing. Each of both has one row for all, or one per row of the batch.
 
     projection: W of Eqs. 3 and 4, [B or 1, H_r, d', D], where H_r is H_q, or H_kv where the query
-    heads of a group share theirs. threshold: logit of tau in Eq. 9, float32[B or 1, H_q]. shared:
-    the projection is a router's, which all caches share and none counts as its own.
+    heads of a group share theirs. threshold: logit of tau in Eq. 9, float32[B or 1, H_q]. router:
+    whose projection of `layer` it is; all caches share it and none counts it as its own.
     """
 
     projection: Tensor
     threshold: Tensor
-    shared: bool = False
+    router: Router | None = None
+    layer: int = 0
+
+    @property
+    def shared(self) -> bool:
+        """Whether rows have no routing of their own."""
+        return self.router is not None
+
+    @classmethod
+    def of_router(cls, router: Router, layer: int) -> Routing:
+        """A layer's routing as `router` learned it."""
+        projection, threshold = router.projections.detach(), router.threshold_logits.detach()
+        return cls(projection[layer, None], threshold[layer, None], router, layer)
 
     @classmethod
     def stack(cls, rows: Sequence[Routing]) -> Routing:
         """The routing of a batch: a router's once, or that of each row."""
         first = rows[0]
         if first.shared:
-            return cls(first.projection, first.threshold, shared=True)
+            return first
         return cls(
             torch.cat([row.projection for row in rows]), torch.cat([row.threshold for row in rows])
         )
@@ -57,6 +73,18 @@ class Routing:
         routed = (rows @ self.projection.mT).to(summaries.dtype) @ summaries.mT
         scores = routed.view(batch, heads, count, -1).float() / math.sqrt(summaries.shape[-1])
         return scores + log_size[:, None, None]
+
+    def stored_fields(self) -> dict[str, Any]:
+        """For a file: a router's projection is not repeated there."""
+        return vars(self) | ({"projection": None} if self.shared else {})
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Routing:
+        """As `stored_fields` gave them."""
+        router = fields["router"]
+        if router is None:
+            return cls(**fields)
+        return replace(cls.of_router(router, fields["layer"]), threshold=fields["threshold"])
 
     def select_rows(self, rows: Tensor) -> None:
         """Make row i what row `rows[i]` was."""

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kv_integration.history import History
+from kv_integration.history import DEPTH, History
 from kv_integration.method import Context, Plan
+from kv_integration.storable import storable
 from kv_offload import storage_bytes
 from kv_segment import sentences, token_texts
 
 
+@storable
 class SentencePlan(Plan):
     """Sentences of the prompt, and where the sentence that is being generated began.
 
@@ -41,6 +43,8 @@ class SentencePlan(Plan):
         self.start = torch.where(previous & ~ends, place, -1).cummax(dim=1).values
         self.valid = valid
         counts = self.running(torch.ones_like(ends)[..., None], self.count[:, None])[..., 0]
+        if ids.shape[1] > DEPTH + 1:
+            ends, counts = (x[:, -DEPTH - 1 :].clone() for x in (ends, counts))
         self.closed, self.count = ends[:, -1], counts[:, -1]
         self.history.extend(zip(ends.unbind(1), counts.unbind(1), strict=True))
 

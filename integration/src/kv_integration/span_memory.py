@@ -15,6 +15,7 @@ from kv_integration.buffer import KVBuffer
 from kv_integration.method import LayerState
 from kv_integration.routing import Routing
 from kv_integration.span_store import SpanStore
+from kv_integration.storable import storable
 from kv_lowrank import PackedSpans
 from kv_offload import storage_bytes
 from kv_policies import select_spans
@@ -46,6 +47,7 @@ class SpanRow:
     room: int
 
 
+@storable
 class SpanMemory(LayerState):
     """What SeKV holds of a layer: exact tokens, span means and routing keys on the device, factors
     of the spans in a `SpanStore`, and the tokens that came after the prompt."""

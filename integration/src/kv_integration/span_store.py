@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kv_attn_triton import span_attention
+from kv_integration.storable import storable
 from kv_lowrank import PackedSpans
 from kv_offload import RecordStore, storage_bytes
+
+# Attributes of `SpanStore` that a file holds.
+STORED = ("records", "widths", "lengths", "ranks", "bytes_moved", "missed_tokens")
 
 
 class Factors(NamedTuple):
@@ -27,6 +31,7 @@ class Factors(NamedTuple):
     v_right: Tensor
 
 
+@storable
 class SpanStore:
     """Spans of all rows and KV heads of a layer, numbered row by row, head by head.
 
@@ -46,17 +51,21 @@ class SpanStore:
         sizes = [sum(x.numel() for x in part) for part in parts]
         numbers = torch.cat([x.flatten() for part in parts for x in part])
         self.records = RecordStore(numbers, sizes, tier=tier, device=device)
-        like = rows[0]
-        self.widths = [packed.right.shape[-1] for packed in like]
-        self.rank = [max(1, *(row[i].rank for row in rows)) for i in (0, 1)]
+        self.widths = [packed.right.shape[-1] for packed in rows[0]]
         # Beside each record on the host: its tokens, and its ranks in keys and values.
         self.lengths = _table([keys.lengths for keys, _ in rows])
         self.ranks = [_table([row[i].ranks for row in rows]) for i in (0, 1)]
+        self.bytes_moved = self.missed_tokens = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        """Hold no span on the device."""
+        device, dtype = self.records.device, self.records.dtype
+        self.rank = [max(1, int(ranks.max())) for ranks in self.ranks]
         self.slot_of = torch.full((len(self.records),), -1, dtype=torch.int32, device=device)
         self.resident: list[int] = []
         self.ends: list[int] = []
         self.offsets = torch.zeros(1, dtype=torch.int64, device=device)
-        dtype = self.records.dtype
         self.factors = Factors(
             *(
                 torch.empty(0, *shape, dtype=dtype, device=device)
@@ -64,7 +73,20 @@ class SpanStore:
                 for shape in ((rank,), (rank, width))
             )
         )
-        self.bytes_moved = self.missed_tokens = 0
+
+    def stored_fields(self) -> dict[str, Any]:
+        """For a file: what is on the device is brought there again when it is wanted."""
+        return {name: getattr(self, name) for name in STORED}
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> SpanStore:
+        """As `stored_fields` gave them."""
+        store = cls.__new__(cls)
+        vars(store).update(fields)
+        store.lengths = store.lengths.cpu()
+        store.ranks = [ranks.cpu() for ranks in store.ranks]
+        store._clear()
+        return store
 
     def fetch(self, spans: Tensor) -> Tensor:
         """Slots int64 of `spans` (numbers of spans, -1 for none) among the factors on the device.

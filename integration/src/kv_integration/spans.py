@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kv_integration.budget import BudgetTooSmallError, split_window
+from kv_integration.storable import storable
 from kv_offload import storage_bytes
 from kv_segment import by_surprisal, fixed
 
@@ -20,6 +21,7 @@ Offsets = NDArray[np.int64]
 LEAST_WEIGHT = 1e-6  # nats: a span of certain tokens has a mean, too
 
 
+@storable
 @dataclass(frozen=True)
 class Spans:
     """One row's prompt. Positions ascend.
@@ -41,6 +43,7 @@ class Spans:
         return storage_bytes(self.exact, self.tokens, self.offsets, self.weights)
 
 
+@storable
 @dataclass(frozen=True)
 class Segmentation:
     """How a prompt is cut; `SeKV` says what each option means."""

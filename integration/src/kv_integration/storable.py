@@ -2,21 +2,22 @@
 
 A class joins with one line, `@storable`: its attributes are what is stored. It may say otherwise by
 `stored_fields(self) -> dict` and a class method `from_fields(cls, fields)`. Attributes are numbers,
-strings, tensors, numpy arrays, functions of kv-segment, tiered stores, hit caches, storable
-objects, and lists, tuples and dicts of these.
+strings, tensors, numpy arrays, functions of kv-segment, stores and hit caches of kv-offload,
+storable objects, and lists, tuples and dicts of these. What is in several places stays one thing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import kv_segment
-from kv_offload import HitCache, TieredStore
+from kv_offload import HitCache, RecordStore, TieredStore
 
 Class = TypeVar("Class", bound=type)
 _CLASSES: dict[str, type] = {}
@@ -38,6 +39,7 @@ class Packer:
         self.tensors: dict[str, Tensor] = {}
         self._known = {id(value): name for name, value in known.items()}
         self._numbers: dict[int, int] = {}
+        self._paths: dict[int, str] = {}  # of tensors
         self._alive: list[object] = []  # so that no id is given away while it counts
 
     def pack(self, value: Any, path: str) -> Any:
@@ -53,14 +55,13 @@ class Packer:
         if id(value) in self._numbers:
             return {"again": self._numbers[id(value)]}
         if isinstance(value, Tensor):
-            self.tensors[path] = value
-            return {"tensor": path}
+            return self._tensor(value, path)
         if isinstance(value, np.ndarray):
             self.tensors[path] = torch.from_numpy(value)
             return {"array": path}
         if isinstance(value, list):
             return self._each(value, path)
-        if isinstance(value, tuple):
+        if isinstance(value, tuple) and not hasattr(value, "_fields"):
             return {"tuple": self._each(value, path)}
         if isinstance(value, dict):
             return {
@@ -76,6 +77,15 @@ class Packer:
         own = {name: self.pack(part, f"{path}.{name}") for name, part in fields.items()}
         return {"class": kind, "number": number, "fields": own}
 
+    def _tensor(self, value: Tensor, path: str) -> dict[str, Any]:
+        """What is in several places is stored once, and so is what a tensor repeats (`expand`)."""
+        if id(value) not in self._paths:
+            self._paths[id(value)] = path
+            self._alive.append(value)
+            once = tuple(slice(None if stride else 1) for stride in value.stride())
+            self.tensors[path] = value[once]
+        return {"tensor": self._paths[id(value)], "shape": list(value.shape)}
+
     def _each(self, values: Any, path: str) -> list[Any]:
         return [self.pack(value, f"{path}.{i}") for i, value in enumerate(values)]
 
@@ -89,6 +99,7 @@ class Unpacker:
         self.device = device
         self._known, self._tensors = known, tensors
         self._made: dict[int, Any] = {}
+        self._copies = WeakValueDictionary[tuple[str, torch.device], Tensor]()
 
     def unpack(self, node: Any) -> Any:
         """What `Packer.pack` was given."""
@@ -101,7 +112,7 @@ class Unpacker:
         if "again" in node:
             return self._made[node["again"]]
         if "tensor" in node:
-            return self._tensors[node["tensor"]].to(self.device, copy=True)
+            return self._tensor(node["tensor"], node["shape"])
         if "array" in node:
             return self._tensors[node["array"]].clone().numpy()
         if "tuple" in node:
@@ -114,12 +125,27 @@ class Unpacker:
         made = self._made[node["number"]] = self._make(node["class"], fields)
         return made
 
+    def _tensor(self, path: str, shape: list[int]) -> Tensor:
+        key = path, self.device
+        copy = self._copies.get(key)
+        if copy is None:
+            copy = self._tensors[path].to(self.device, copy=True).expand(shape)
+            self._copies[key] = copy
+        return copy
+
     def _make(self, kind: str, fields: dict[str, Any]) -> Any:
         if kind == "TieredStore":
             return TieredStore.ragged(fields["rows"], tier=fields["tier"], device=self.device)
         if kind == "HitCache":
-            return HitCache(fields["store"], fields["capacity"])
+            hits = HitCache(fields["store"], fields["capacity"])
+            hits.resume(fields["counts"])
+            return hits
+        if kind == "RecordStore":
+            numbers, lengths = fields["numbers"], fields["lengths"].tolist()
+            return RecordStore(numbers, lengths, tier=fields["tier"], device=self.device)
         cls: Any = _CLASSES[kind]
+        if issubclass(cls, tuple):
+            return cls(**fields)
         if hasattr(cls, "from_fields"):
             return cls.from_fields(fields)
         made = cls.__new__(cls)
@@ -132,7 +158,13 @@ def _parts(value: Any, path: str) -> tuple[str, dict[str, Any]]:
     if isinstance(value, TieredStore):
         return "TieredStore", {"rows": _rows(value), "tier": value.tier}
     if isinstance(value, HitCache):  # what it holds is found again, one miss each
-        return "HitCache", {"store": value.store, "capacity": value.capacity}
+        own = {"store": value.store, "capacity": value.capacity, "counts": value.counts}
+        return "HitCache", own
+    if isinstance(value, RecordStore):
+        records = [torch.empty(0, dtype=value.dtype), *value.read(range(len(value)))]
+        lengths = torch.tensor([len(record) for record in records[1:]], dtype=torch.int64)
+        own = {"numbers": torch.cat([x.cpu() for x in records]), "lengths": lengths}
+        return "RecordStore", own | {"tier": value.tier}
     kind = type(value).__name__
     if _CLASSES.get(kind) is not type(value):
         raise ValueError(f"{path} is a {kind}, which cannot be saved: its class is not @storable")
@@ -140,16 +172,16 @@ def _parts(value: Any, path: str) -> tuple[str, dict[str, Any]]:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    own: dict[str, Any] = (
-        value.stored_fields() if hasattr(value, "stored_fields") else dict(vars(value))
-    )
-    return own
+    if hasattr(value, "stored_fields"):
+        own: dict[str, Any] = value.stored_fields()
+        return own
+    return dict(value._asdict() if hasattr(value, "_asdict") else vars(value))
 
 
 def _rows(store: TieredStore) -> list[Tensor]:
-    """All rows of a store: [H, N_b, D] for each row of the batch."""
+    """All rows of a store, on the host: [H, N_b, D] for each row of the batch."""
     lengths = store.lengths.tolist()
     batch, heads, longest, _ = store.shape
     at = torch.arange(longest).expand(batch, heads, longest)
     rows = store.gather(torch.where(at < torch.tensor(lengths)[:, None, None], at, -1))
-    return [row[:, :length] for row, length in zip(rows, lengths, strict=True)]
+    return [row[:, :length].cpu() for row, length in zip(rows, lengths, strict=True)]

@@ -283,6 +283,29 @@ def test_reset_starts_anew():
     assert (cache.hits, cache.misses) == (0, 2)
 
 
+@given(traces(), st.data())
+def test_a_cache_that_resumes_counts_on(trace, data):
+    rows, selections = trace
+    store, cut = TieredStore(rows), data.draw(st.integers(0, len(selections)))
+    first, second, later = HitCache(store, 8), HitCache(store, 8), HitCache(store, 8)
+    for indices in selections[:cut]:
+        first.fetch(indices)
+    second.resume(first.counts)
+    assert second.counts == first.counts
+    for indices in selections[cut:]:
+        second.fetch(indices)
+        later.fetch(indices)
+    for name in ("hits", "misses", "prefetched", "bytes_moved"):
+        assert getattr(second, name) == getattr(first, name) + getattr(later, name)
+
+
+def test_counts_of_something_else_are_refused():
+    cache = HitCache(TieredStore(torch.ones(1, 1, 4, 2)), 3)
+    with pytest.raises(ValueError, match=r"counts holds \['hits'\], wanted \['misses', 'pref"):
+        cache.resume({"hits": 3})
+    assert cache.hits == 0
+
+
 def test_rows_come_from_memory_of_the_cache_and_only_misses_from_the_store(monkeypatch):
     from kv_offload._buffer import Buffer
 

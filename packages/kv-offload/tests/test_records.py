@@ -37,6 +37,7 @@ def test_bytes_are_those_of_the_numbers(records, tier):
     wanted = records[0].numel() * records[0].element_size()
     with RecordStore(*records, tier=tier) as store:
         assert (store.tier, store.dtype) == (tier, records[0].dtype)
+        assert store.device == records[0].device
         assert store.nbytes == {name: wanted * (name == tier) for name in store.nbytes}
 
 

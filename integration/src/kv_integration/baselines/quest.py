@@ -16,6 +16,7 @@ from torch import Tensor
 from kv_integration.budget import check_budget
 from kv_integration.method import LayerState, Method, Plan, Row
 from kv_integration.retrieval import Index, Retrieval, stack_rows
+from kv_integration.storable import storable
 from kv_score import bound_scores, page_bounds
 
 
@@ -48,6 +49,7 @@ class Quest(Method):
         return Retrieval(rows, Pages(rows, self), offload=self.offload)
 
 
+@storable
 class Pages(Index):
     """Smallest and largest value of each channel in each page, [B, H_kv, P, D] both."""
 

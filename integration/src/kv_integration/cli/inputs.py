@@ -66,7 +66,7 @@ def parse_names(texts: Sequence[str], *, known: Known = KNOWN) -> list[str]:
     return [str(spec) for spec in parse_specs(texts, known=known)]
 
 
-def make_method(name: str, budget: int | float, *, methods: Known = KNOWN) -> Method | None:
+def make_method(name: str, budget: int | float | None, *, methods: Known = KNOWN) -> Method | None:
     """The method that `name` writes, such as `sablock(lam=0)`; None for transformers' own cache."""
     return parse_spec(name, known=methods).make(budget, methods)
 

@@ -31,8 +31,8 @@ class Spec:
         given = ",".join(f"{name}={_word(value)}" for name, value in self.options.items())
         return f"{self.name}({given})" if given else self.name
 
-    def make(self, budget: int | float, known: Known = KNOWN) -> Method | None:
-        """The method, with `budget` unless it has one of its own or knows none.
+    def make(self, budget: int | float | None, known: Known = KNOWN) -> Method | None:
+        """The method, with `budget` unless it has one of its own or knows none; None: its default.
 
         None for transformers' own cache.
 
@@ -42,7 +42,8 @@ class Spec:
         method = known[self.name]
         if method is None:
             return None
-        given = {"budget": budget} if "budget" in options_of(self.name, known) else {}
+        takes = budget is not None and "budget" in options_of(self.name, known)
+        given = {"budget": budget} if takes else {}
         return method(**given | dict(self.options))
 
 

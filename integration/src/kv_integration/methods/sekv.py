@@ -24,6 +24,7 @@ from kv_integration.router import Router, leading_directions
 from kv_integration.routing import Routing, logit, observed_threshold
 from kv_integration.span_memory import SpanMemory, SpanRow
 from kv_integration.spans import Segmentation, Spans
+from kv_integration.storable import storable
 from kv_lowrank import PackedSpans, apply_gates, pack_spans, span_svd
 from kv_score import segment_mean
 
@@ -202,8 +203,8 @@ class SeKV(Method):
         heads, size = row.queries.shape[1], row.keys.shape[-1]
         if self.router is None:
             found = leading_directions(keys, min(self.routing_dim, size))
-            projection = found[None].to(keys)
             threshold = torch.full((1, heads), -math.inf, device=keys.device)
+            routing = Routing(found[None].to(keys), threshold)
         else:
             router = self._loaded()
             made = (router.layers, router.query_heads, router.head_dim)
@@ -212,11 +213,10 @@ class SeKV(Method):
                     f"router was made for {made[0]} layers of {made[1]} query heads of size "
                     f"{made[2]}, this model has {row.layers} of {heads} of {size}"
                 )
-            projection = router.projections.detach()[row.layer, None]
-            threshold = router.threshold_logits.detach()[row.layer, None]
+            routing = Routing.of_router(router, row.layer)
         if self.threshold is not None:
-            threshold = torch.full_like(threshold, logit(self.threshold))
-        return Routing(projection, threshold, shared=self.router is not None)
+            routing.threshold = torch.full_like(routing.threshold, logit(self.threshold))
+        return routing
 
     def _loaded(self) -> Router:
         if not isinstance(self.router, Router):
@@ -240,6 +240,7 @@ class SeKV(Method):
         return pack_spans(factors)
 
 
+@storable
 class SpanPlan(Plan):
     """The prompt's spans, once its surprisal is known: one `Spans` per row."""
 

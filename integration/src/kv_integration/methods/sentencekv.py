@@ -17,7 +17,7 @@ from kv_attn_triton import merge_states
 from kv_integration.budget import check_budget, split_window
 from kv_integration.buffer import KVBuffer
 from kv_integration.eviction import take
-from kv_integration.history import History
+from kv_integration.history import DEPTH, History
 from kv_integration.method import Context, LayerState, Method, Plan, Row
 from kv_integration.observation import Pooling, check_observation, observed_scores
 from kv_integration.offloaded import Offloaded
@@ -203,6 +203,8 @@ class SentenceState(LayerState):
         if carried is None:
             carried = queries.new_zeros(batch, heads * dim, dtype=torch.float32)
         sums = self.plan.running(queries.transpose(1, 2).flatten(2), carried)
+        if sums.shape[1] > DEPTH + 1:
+            sums = sums[:, -DEPTH - 1 :].clone()  # let go of a long turn's others
         self.history.extend((one, self.selected) for one in sums.unbind(1))
         self.query_sum = sums[:, -1]
         return (self.query_sum / self.plan.count.clamp(min=1)[:, None]).view(batch, heads, dim)

@@ -20,6 +20,7 @@ from kv_integration.budget import budget_entries, check_budget
 from kv_integration.buffer import KVBuffer
 from kv_integration.eviction import take
 from kv_integration.method import LayerState, Method, Plan, Row
+from kv_integration.storable import storable
 from kv_lowrank import LowRank, split_heads, truncated_svd, unrotate
 from kv_offload import HitCache, TieredStore, storage_bytes
 from kv_policies import top_tokens
@@ -149,6 +150,7 @@ class ShadowKV(Method):
         return x.to(torch.float8_e5m2) if self.fp8 else x
 
 
+@storable
 class Share(NamedTuple):
     """Parts of a prompt: the `exact` latest tokens, and `chunks` chunks before them.
 
@@ -180,6 +182,7 @@ class ShadowRow:
     share: Share
 
 
+@storable
 class ShadowState(LayerState):
     """Factors, landmarks, outliers and latest tokens on the device, values on the host or disk.
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from kv_integration.method import LayerState, Plan, Row
 from kv_integration.methods.shadowkv import ShadowKV, ShadowRow, ShadowState
+from kv_integration.storable import storable
 from kv_lowrank import LowRank, project, unrotate
 
 
@@ -48,6 +49,7 @@ class ShadowKVPlus(ShadowKV):
         return ShadowPlusState([self._compress_row(row) for row in rows], rows, self)
 
 
+@storable
 class ShadowPlusState(ShadowState):
     """A ShadowState that grows.
 

@@ -35,8 +35,9 @@ class Training:
         candidates, mined, random: query positions per window at which the teacher's attention is
             looked at, those of them with the strongest far attention, and others; the student runs
             at mined and random ones, and the zoom loss uses the mined. The paper gives no counts.
-        far_mass, few: at a mined position a head is supervised if at least `far_mass` of its attention
-            is on spans, and its target holds at most `few` of them (or one): there it concentrates.
+        far_mass, few: a head is supervised at a mined position if at least `far_mass` of its
+            attention is on spans and its target holds at most `few` of them (or one): there it
+            concentrates. Heads that spread theirs would drown those that look something up.
         coverage: rho of Eq. 12. positive_weight: w+ of Eq. 13.
         zoom_weight, recon_weight, budget_weight: lambda 1 to 3 of Eq. 10; the last one rises from 0
             over the first half. rank_cost: beta of Eq. 15.

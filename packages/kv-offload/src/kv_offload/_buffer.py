@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kv_offload._checks import check_range
 from kv_offload._disk import ScratchFile, scratch_path
+from kv_offload._host import empty_on_host
 from kv_offload._layout import Layout
 from kv_offload._rows import as_words, from_words
 
@@ -57,8 +58,7 @@ class Buffer:
             if tier == "device":
                 return cls(torch.empty(shape, dtype=dtype, device=device), layout, tier, device)
             if tier == "host":
-                pinned = torch.cuda.is_available()
-                rows = torch.empty(shape, dtype=dtype, pin_memory=pinned)
+                rows = empty_on_host(shape, dtype, pinned=torch.cuda.is_available())
                 return cls(rows, layout, tier, device)
             file = ScratchFile(scratch_path(path, beside=beside), shape, dtype)
             return cls(file.rows, layout, tier, device, file)
@@ -166,11 +166,11 @@ class Buffer:
             if out is None:
                 return self.table.index_select(0, flat)
             return torch.index_select(self.table, 0, flat, out=out)
-        pinned = self._device.type == "cuda"
         shape = (flat.shape[0], self.table.shape[1])
-        staged = torch.empty(shape, dtype=self.table.dtype, pin_memory=pinned)
+        staged = empty_on_host(shape, self.table.dtype, pinned=self._device.type == "cuda")
         torch.index_select(self.table, 0, flat, out=staged)
         # The allocator of pinned memory keeps `staged` until this copy has ended.
+        pinned = self._device.type == "cuda" and staged.is_pinned()
         if out is None:
             return staged.to(self._device, non_blocking=pinned)
         return out.copy_(staged, non_blocking=pinned)

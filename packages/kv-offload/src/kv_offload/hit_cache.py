@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from jaxtyping import Int64, Shaped
 from torch import Tensor
@@ -83,6 +85,27 @@ class HitCache:
     def bytes_moved(self) -> int:
         """Bytes taken from the store: (misses + prefetched) * D * bytes per element."""
         return (self._misses + self._prefetched) * self._row_bytes
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What the figures above are made of, for `resume`."""
+        return {
+            "requested": self._requested,
+            "misses": self._misses,
+            "prefetched": self._prefetched,
+        }
+
+    def resume(self, counts: Mapping[str, int]) -> None:
+        """Count on from the `counts` of another cache, as after the store was saved and loaded.
+
+        Raises:
+            ValueError: `counts` holds other figures than `counts` gives.
+        """
+        if counts.keys() != self.counts.keys():
+            raise ValueError(f"counts holds {sorted(counts)}, wanted {sorted(self.counts)}")
+        self._requested = counts["requested"]
+        self._misses = counts["misses"]
+        self._prefetched = counts["prefetched"]
 
     @property
     def nbytes(self) -> int:

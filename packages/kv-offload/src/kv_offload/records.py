@@ -92,6 +92,11 @@ class RecordStore:
         """The dtype of the numbers."""
         return self._store.dtype
 
+    @property
+    def device(self) -> torch.device:
+        """The `device` it was given, that of `numbers` by default."""
+        return self._store.device
+
     def close(self) -> None:
         """Free the records and remove the scratch file. Closing twice is fine."""
         self._store.close()
