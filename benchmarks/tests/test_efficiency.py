@@ -67,6 +67,19 @@ def test_batches_stop_where_memory_ends(config: Path, tmp_path: Path) -> None:
     assert len(rows) > 2  # more than the two refusals
 
 
+def test_a_method_that_a_synthetic_cache_does_not_serve_says_so(
+    config: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "rows.json"
+    options = ["--config", config, "--contexts", "90", "--prefill-up-to", "90", "--json", file]
+    options += ["--methods", "sekv,snapkv", "--budget", "16", "--steps", "2", "--max-batch", "2"]
+    assert run(*options, "--dtype", "float32").exit_code == 0
+    rows = {(row["case"], row["batch"]): row for row in json.loads(file.read_text())["rows"]}
+    assert rows["sekv", 1]["source"] == "prefill" and "tpot_ms" in rows["sekv", 1]
+    assert "needs hidden states" in rows["sekv", 2]["note"]
+    assert "tpot_ms" in rows["snapkv", 2]  # the other methods go on
+
+
 @pytest.mark.parametrize("method", [FullKV(), SnapKV(budget=20), SentenceKV(budget=20)])
 def test_a_synthetic_cache_holds_what_a_prompt_would_leave(method) -> None:
     model = make_model(len(TOKENIZER))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kv_bench.cli import main
 from kv_bench.figures import Styles, pareto_front
 from kv_bench.journal import OUT_OF_MEMORY, Record
+from kv_bench.report import with_a_grid
 from kv_bench.summary import summarise
 
 POINT = st.tuples(st.integers(0, 6).map(float), st.integers(0, 6).map(float))
@@ -127,3 +128,17 @@ def test_no_two_methods_are_drawn_alike() -> None:
     styles = Styles(names)
     drawn = {tuple(str(styles[n].get(k)) for k in ("color", "marker", "linestyle")) for n in names}
     assert len(drawn) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("depths", "exact"),
+    [([0.0, 0.25, 0.5, 0.75, 1.0], True), ([0.5], True), ([0.1, 0.15, 0.9], False)],
+)
+def test_depths_drawn_at_random_are_no_grid_at_a_single_length(
+    depths: list[float], exact: bool
+) -> None:
+    found = [
+        Record("needle", "accuracy", "aware", 512, str(n), depth=depth)
+        for n, depth in enumerate(depths)
+    ]
+    assert with_a_grid(found) == ({"needle"} if exact else set())

@@ -129,13 +129,15 @@ def efficiency(
 
 
 def batches(side: Side, most: int, limit: int | None, prefill_up_to: int) -> list[dict[str, Any]]:
-    """A row for each batch size that fits: 1, 2, 4, ... up to `most`."""
+    """A row for each batch size that fits: 1, 2, 4, ... up to `most`; `note` says why no more."""
     rows: list[dict[str, Any]] = []
     batch = 1
     while batch <= most:
         prefill = batch == 1 and side.context <= prefill_up_to
         try:
             row = side.measure(batch, prefill=prefill)
+        except synthetic.NoFillError as error:
+            row = {"batch": batch, "source": "synthetic", "note": str(error)}
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MIB = 2**20
+SAME_STEP = 1e-3  # depths are rounded
 COLUMNS = {
     "task": "task",
     "metric": "metric",
@@ -240,17 +242,18 @@ def heat_maps(records: Sequence[Record]) -> list[Picture]:
 
 
 def with_a_grid(records: Sequence[Record]) -> set[str]:
-    """Tasks whose depths are the same at every context; those of others are drawn at random."""
-    depths: dict[str, dict[int | None, set[float]]] = {}
+    """Tasks whose depths are evenly spaced; those of others are drawn at random."""
+    depths: dict[str, set[float]] = {}
     for record in records:
         if record.depth is not None:
-            by_context = depths.setdefault(record.task, {})
-            by_context.setdefault(record.context, set()).add(record.depth)
-    return {
-        task
-        for task, by_context in depths.items()
-        if all(found == next(iter(by_context.values())) for found in by_context.values())
-    }
+            depths.setdefault(record.task, set()).add(record.depth)
+    return {task for task, found in depths.items() if evenly_spaced(sorted(found))}
+
+
+def evenly_spaced(places: Sequence[float]) -> bool:
+    """Whether ascending `places` are all equally far from the next."""
+    steps = [after - before for before, after in pairwise(places)]
+    return not steps or max(steps) - min(steps) < SAME_STEP
 
 
 def render(name: str, caption: str, figure: Figure) -> Picture:

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from kv_bench import measure, subject
+from kv_bench.variants import parse_lengths
 from kv_integration import METHODS, Method, attach
 from kv_integration.cli.inputs import (
     DTYPES,
@@ -75,10 +76,10 @@ def speed(
     All sides take turns: one prefill each per round, then one token each per step.
     """
     names, granted = parse_names(methods, known=METHODS), parse_budget(budget)
+    lengths = parse_lengths(contexts)
     measure.set_threads(threads)
     loaded = subject.load(shape, layers=layers, dtype=DTYPES[dtype])
     rows: list[dict[str, Any]] = []
-    lengths = [int(n) for n in contexts.split(",")]
     with torch.inference_mode(), Steps() as progress:
         for context in lengths:
             methods_of = [(name, make_method(name, granted)) for name in names]

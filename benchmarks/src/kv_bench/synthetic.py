@@ -16,14 +16,18 @@ from transformers import Cache, PreTrainedModel
 from kv_integration import KVCache
 
 
+class NoFillError(ValueError):
+    """A cache that random keys, values and queries cannot fill."""
+
+
 def fill(model: PreTrainedModel, cache: Cache, *, batch: int, tokens: int, seed: int = 0) -> Cache:
     """`cache`, of ours or a DynamicCache, after a prompt of `batch` rows of `tokens` tokens.
 
     Keys and values are normal random numbers, queries too, as many as the method observes.
 
     Raises:
-        ValueError: the model has sliding-window layers, or the method needs more of a prompt than
-            its keys, values and queries.
+        NoFillError: the model has sliding-window layers, or the method needs the model's hidden
+            states of the prompt.
     """
     config: Any = model.config.get_text_config(decoder=True)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -42,7 +46,9 @@ def fill(model: PreTrainedModel, cache: Cache, *, batch: int, tokens: int, seed:
             cache.update(*key_values(), number)
         return cache
     if len(cache.compressed) != config.num_hidden_layers:
-        raise ValueError("a model with sliding-window layers cannot be filled with random entries")
+        raise NoFillError("sliding-window layers cannot be filled with random entries")
+    if cache.method.needs_surprisal:
+        raise NoFillError("needs hidden states, which a synthetic cache has not")
     ids = torch.randint(
         config.vocab_size, (batch, tokens), generator=rng, device=model.device, dtype=torch.int64
     )

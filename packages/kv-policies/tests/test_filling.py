@@ -96,3 +96,8 @@ def test_refuses(arguments: tuple[Any, ...], error: type[Exception], message: st
     with pytest.raises(error) as raised:
         kp.fill_segments(*arguments[:3], size=arguments[3])
     assert message in str(raised.value)
+
+
+def test_a_batch_without_rows_keeps_nothing() -> None:
+    kept = kp.fill_segments(torch.zeros(0, 2, 3), torch.arange(4), 2, size=2)
+    assert kept.shape == (0, 2, 2) and kept.dtype == torch.int64

@@ -198,3 +198,9 @@ fine: Case = {
 def test_refuses(changes: Case, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         kp.expand_spans(**{**fine, **changes})
+
+
+def test_a_batch_without_rows_expands_nothing() -> None:
+    cost = torch.ones(3, dtype=torch.int64)
+    spans = kp.select_spans(torch.zeros(0, 2, 3), 0.5, cost, 4, kv_heads=1)
+    assert spans.shape == (0, 1, 0)

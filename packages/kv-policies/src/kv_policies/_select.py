@@ -40,6 +40,11 @@ def per_row(numbers: Sequence[int], like: Tensor) -> Tensor:
     return torch.stack(each).view(-1, *[1] * (like.ndim - 1))
 
 
+def one_or_per_row(numbers: Sequence[int], like: Tensor) -> int | Tensor:
+    """The one number that all rows have, 0 if there is no row; else as `per_row`."""
+    return max(numbers, default=0) if len(set(numbers)) <= 1 else per_row(numbers, like)
+
+
 def _from_least(keys: Tensor, least: Tensor, k: int | Tensor) -> Tensor:
     """The k entries of each row from its k-th largest, `least`, upwards."""
     above = keys > least

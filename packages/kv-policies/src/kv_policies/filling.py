@@ -10,7 +10,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kv_policies import _check
-from kv_policies._select import per_row
+from kv_policies._select import one_or_per_row
 
 
 def fill_segments(
@@ -66,7 +66,7 @@ def fill_segments(
     lengths = (table[..., 1:] - starts).expand_as(segment_scores)
     ranked, order = segment_scores.sort(dim=-1, descending=True, stable=True)
     sizes = lengths.gather(-1, order).masked_fill_(ranked == -math.inf, 0)
-    most = budgets[0] if len(set(budgets)) == 1 else per_row(budgets, sizes)
+    most = one_or_per_row(budgets, sizes)
     filled = torch.clamp(sizes.cumsum(-1), max=most)
     taken = torch.diff(filled, prepend=filled.new_zeros(batch, heads, 1))
     taken = torch.empty_like(taken).scatter_(-1, order, taken)

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from kv_policies import _check, _offsets
-from kv_policies._select import indices_of
+from kv_policies._select import indices_of, one_or_per_row
 
 
 class Expansion(NamedTuple):
@@ -120,14 +120,8 @@ def select_spans(
     _check.same_device("cost", cost, "gates", gates)
     if check:
         _check.refuse("cost", cost, cost < 0, "at least 0")
-    granted: int | Tensor
-    if isinstance(budget, Sequence):
-        budgets = [_check.integer("budget", each, least=0) for each in budget]
-        if len(budgets) != b:
-            raise ValueError(f"budget must have one entry for each of the {b} rows, got {budgets}")
-        granted = budgets[0] if len(set(budgets)) == 1 else _column(budgets, cost.device)
-    else:
-        granted = _check.integer("budget", budget, least=0)
+    budgets = _check.budgets(budget, b)
+    granted = one_or_per_row(budgets, score)
     order, fits = _in_order(score, limit, cost.expand(b, -1), granted, kv_heads)
     most = int(fits.sum(-1).max()) if fits.numel() else 0
     return order[..., :most].masked_fill(~fits[..., :most], -1)
@@ -142,11 +136,6 @@ def _in_order(
     best, order = best.sort(dim=-1, descending=True, stable=True)
     spent = cost[:, None].expand_as(best).gather(-1, order).cumsum(-1)
     return order, (spent <= budget) & (best > -math.inf)
-
-
-def _column(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """int64[B, 1, 1]."""
-    return torch.tensor(numbers, device=device)[:, None, None]
 
 
 def _limit(threshold: float | Tensor, gates: Tensor, *, check: bool) -> float | Tensor:

@@ -32,8 +32,7 @@ def top_tokens(
 
     Returns:
         int64[B, H, K], `K = min(budget, N)` (the largest budget), ascending, -1 padded where fewer
-        than K tokens are granted or allowed. Of equal
-        scores the earlier token is kept.
+        than K tokens are granted or allowed. Of equal scores the earlier token is kept.
 
     Raises:
         TypeError: wrong dtype.
