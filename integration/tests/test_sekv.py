@@ -507,6 +507,7 @@ def test_a_budget_below_the_least_is_refused_before_anything_runs(tokenizer):
         with pytest.raises(ValueError, match="needs a budget of at least 17 here"):
             model(**prompt(60), past_key_values=cache)
         assert cache.get_seq_length() == 0
+        assert generate(model, prompt(1), cache)[0].shape[1] > 1  # as if it had not been tried
 
 
 def test_a_router_of_another_shape_is_refused():

@@ -182,10 +182,10 @@ class KVCache(Cache):
             self.fresh = min(new, wanted - self.prompt_tokens)
             self.prompt_valid = None if valid is None else valid[:, : self.fresh]
             self._prompt.append((ids[:, : self.fresh], self.prompt_valid))
-            if self.surprise is not None:
-                self._passing = ids[:, : self.fresh]
             if self.prompt_tokens + self.fresh == wanted:
                 self._begin()
+            if self.surprise is not None:
+                self._passing = ids[:, : self.fresh]
             self.prompt_tokens += self.fresh
         self.tokens += new
         if self.fresh < new:
