@@ -30,9 +30,9 @@ def test_the_table_of_methods_states_all_parameters_and_their_defaults() -> None
     for row in table.splitlines():
         method, parameters, defaults, text = (cell.strip() for cell in row.split("|", 4)[1:])
         name = method.strip("`") or name
-        own = re.findall(r"`(\w+)`", parameters)
+        names = re.findall(r"`(\w+)`", parameters)
         given = [value(default) for default in defaults.split(", ") if default]
-        stated.setdefault(name, {}).update(zip(own, given, strict=True))
+        stated.setdefault(name, {}).update(zip(names, given, strict=True))
         texts[name] = texts.get(name, "") + text
     methods = {method.__name__: method for method in METHODS.values()}
     assert {"SentenceKV", "SemantiCache", "SABlock", "ShadowKVPlus", "SeKV"} < stated.keys()
