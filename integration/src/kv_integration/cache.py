@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -383,3 +384,8 @@ class KVCache(Cache):
             details=details,
             **traffic,
         )
+
+
+def cache_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> KVCache | None:
+    """Our cache among a module's arguments; families name and order them differently."""
+    return next((x for x in (*kwargs.values(), *args) if isinstance(x, KVCache)), None)
