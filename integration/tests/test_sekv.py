@@ -276,9 +276,14 @@ def test_alpha_rises_no_further_than_the_budget_asks(seed, tokens, share, fit, a
     every = sum(slow.boundaries([float(x) for x in h], 0.5)[first:stop])
     limit = granted - first - (tokens - stop)
 
+    longest, share = 7, int(fit * limit)
+    if limit - share + 1 >= 6 and math.ceil((stop - first) / (limit - share + 1)) <= share:
+        longest = min(longest, limit - share + 1)  # what finds room
+    lengths = {"min_length": 3, "max_length": longest}
+
     def resident(count):
         marks = [t in ranked[:count] for t in range(tokens)]
-        exact, spans = slow.segment(marks, first, stop, min_length=3, max_length=7, anchors=anchors)
+        exact, spans = slow.segment(marks, first, stop, anchors=anchors, **lengths)
         return len(exact) + len(spans), spans
 
     assume(resident(0)[0] <= limit)
@@ -308,6 +313,19 @@ def test_constant_surprisal_has_no_anchor():
     assert torch.equal(whole.weights, torch.full((44,), 2.5))
     zero = spans_of(torch.zeros(50), 24)  # certain tokens weigh the same, too
     assert zero.weights.unique().numel() == 1 and zero.weights.min() > 0
+
+
+def test_spans_are_short_enough_to_be_expanded():
+    """73 entries between sinks and window, half of them for 27 spans: 37 are left for tokens."""
+    spans = SpanPlan(SeKV(budget=102)).segmentation.spans(torch.full((1024,), 2.5), 102)
+    assert int(spans.offsets.diff().max()) - 1 <= spans.room
+    for options in (
+        {"fit": None},
+        {"fit": 1.0},
+        {"min_length": 32},
+    ):  # no room is kept, or too little
+        spans = SpanPlan(SeKV(budget=102, **options)).segmentation.spans(torch.ones(1024), 102)
+        assert int(spans.offsets.diff().max()) > 60
 
 
 def test_where_every_token_is_kept_the_budget_must_hold_it():
@@ -507,6 +525,7 @@ def test_a_budget_below_the_least_is_refused_before_anything_runs(tokenizer):
         with pytest.raises(ValueError, match="needs a budget of at least 17 here"):
             model(**prompt(60), past_key_values=cache)
         assert cache.get_seq_length() == 0
+        assert generate(model, prompt(1), cache)[0].shape[1] > 1  # as if it had not been tried
 
 
 def test_a_router_of_another_shape_is_refused():

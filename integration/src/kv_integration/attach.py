@@ -25,7 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kv_integration.cache import KVCache
+from kv_integration.cache import KVCache, cache_in
 from kv_integration.layer import CompressedLayer
 from kv_integration.lookahead import Lookahead
 from kv_integration.method import Context, Method
@@ -133,7 +133,7 @@ class Attached:
 
     def _enter(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the decoder runs: tell our cache, if one is used, which tokens come."""
-        cache = _cache_in(args, kwargs)
+        cache = cache_in(args, kwargs)
         _active.set(None)
         if cache is None:
             return
@@ -338,7 +338,7 @@ def _in_two(decoder: nn.Module, forward: Callable[..., Any]) -> Callable[..., An
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        cache = _cache_in(args, kwargs)
+        cache = cache_in(args, kwargs)
         if cache is None or _active.get() is cache:
             return forward(*args, **kwargs)
         ids: Tensor = args[0] if args else kwargs["input_ids"]
@@ -376,11 +376,6 @@ def _joined(first: Any, second: Any) -> Any:
     return second
 
 
-def _cache_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> KVCache | None:
-    """Our cache among a module's arguments; families name and order them differently."""
-    return next((x for x in (*kwargs.values(), *args) if isinstance(x, KVCache)), None)
-
-
 def _leave(decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """After the decoder ran, or failed: `output` is None then."""
     cache = _active.get()
@@ -394,7 +389,7 @@ def _hand_over(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
     And what it is told about RoPE, if the method wants that.
     """
-    cache = _cache_in(args, kwargs)
+    cache = cache_in(args, kwargs)
     if cache is not None:
         layer = cache.layers[int(module.layer_idx)]  # type: ignore[arg-type]
         if isinstance(layer, CompressedLayer):

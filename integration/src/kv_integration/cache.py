@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -182,10 +183,10 @@ class KVCache(Cache):
             self.fresh = min(new, wanted - self.prompt_tokens)
             self.prompt_valid = None if valid is None else valid[:, : self.fresh]
             self._prompt.append((ids[:, : self.fresh], self.prompt_valid))
-            if self.surprise is not None:
-                self._passing = ids[:, : self.fresh]
             if self.prompt_tokens + self.fresh == wanted:
                 self._begin()
+            if self.surprise is not None:
+                self._passing = ids[:, : self.fresh]
             self.prompt_tokens += self.fresh
         self.tokens += new
         if self.fresh < new:
@@ -383,3 +384,8 @@ class KVCache(Cache):
             details=details,
             **traffic,
         )
+
+
+def cache_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> KVCache | None:
+    """Our cache among a module's arguments; families name and order them differently."""
+    return next((x for x in (*kwargs.values(), *args) if isinstance(x, KVCache)), None)

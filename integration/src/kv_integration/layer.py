@@ -113,7 +113,7 @@ class CompressedLayer(CacheLayerMixin):
         """
         if self.held is None and self.cache.prompt_complete:
             received: list[Tensor] = []
-            if self.cache.method.accumulates:
+            if self.cache.method.accumulates and self.cache.surprise is None:
                 exact = self._accumulating(received)
             out = self._prefill(queries, keys, values, exact)
             rows = self._rows(queries, keys, values, received)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kv_integration.cache import KVCache
+from kv_integration.cache import cache_in
 from kv_integration.layer import CompressedLayer
 
 
@@ -22,7 +22,7 @@ class Lookahead:
         self.following = following
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        cache = next((x for x in (*kwargs.values(), *args) if isinstance(x, KVCache)), None)
+        cache = cache_in(args, kwargs)
         if cache is None:
             return
         here = cache.layers[int(module.layer_idx)]  # type: ignore[arg-type]

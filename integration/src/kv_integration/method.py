@@ -98,9 +98,9 @@ class Row:
     keys, values: [1, H_kv, T, D], the keys after RoPE. scale: of the dot products.
     layer, layers: number of this compressed layer, and how many there are. received: float32[1,
     H_kv, T], what each key received from all queries, the mean of its group; only for a method that
-    `accumulates`, and None where the prompt came in pieces or the layer is compressed again. rope:
-    cos and sin by which the keys were turned, if the method asks for them and the layer turns keys
-    at all.
+    `accumulates`, and None where the prompt came in pieces or waited for its surprisal, or the
+    layer is compressed again. rope: cos and sin by which the keys were turned, if the method asks
+    for them and the layer turns keys at all.
 
     When a layer is compressed again, the entries are those kept before, then the tokens that came
     since. seen: tokens of the row so far. positions: int64[1, 1 or H_kv, T], the token of each

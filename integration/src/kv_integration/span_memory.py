@@ -13,6 +13,7 @@ from torch import Tensor
 from kv_attn_triton import attention, merge_states
 from kv_integration.buffer import KVBuffer
 from kv_integration.method import LayerState
+from kv_integration.retrieval import stack_rows
 from kv_integration.routing import Routing
 from kv_integration.span_store import SpanStore
 from kv_integration.storable import storable
@@ -56,9 +57,9 @@ class SpanMemory(LayerState):
         device, heads = rows[0].sizes.device, rows[0].exact[0].shape[1]
         self.exact = KVBuffer.stack([row.exact for row in rows])
         self.routing = Routing.stack([row.routing for row in rows])
-        self.keys, self.values = (_padded([row.means[i][0] for row in rows]) for i in (0, 1))
-        self.summaries = _padded([row.summaries[0] for row in rows])
-        self.sizes = _padded([row.sizes[None, :, None] for row in rows])[:, 0, :, 0]
+        self.keys, self.values = (stack_rows([row.means[i][0] for row in rows]) for i in (0, 1))
+        self.summaries = stack_rows([row.summaries[0] for row in rows])
+        self.sizes = stack_rows([row.sizes[None, :, None] for row in rows])[:, 0, :, 0]
         self.log_size = self.sizes.log()  # -inf where a row has no further span
         self.room = [row.room for row in rows]
         self.cost = (self.sizes - 1).clamp(min=0)
@@ -211,12 +212,3 @@ class SpanMemory(LayerState):
             "hits": max(int(self.requested) - missed, 0),
             "misses": missed,
         }
-
-
-def _padded(rows: Sequence[Tensor]) -> Tensor:
-    """Rows [H, S_b, D] as one tensor [B, H, S, D], the shorter ones filled up with zeros."""
-    longest = max(row.shape[1] for row in rows)
-    whole = rows[0].new_zeros(len(rows), rows[0].shape[0], longest, rows[0].shape[2])
-    for row, own in zip(whole, rows, strict=True):
-        row[:, : own.shape[1]] = own
-    return whole

@@ -82,9 +82,9 @@ class Segmentation:
         body, limit = self._body(tokens, granted)
         boundaries = by_surprisal(h, self.alpha, 1)[1]
         if self.fit is not None and self.kind == "surprisal":
-            boundaries[body] = self._fitted(h[body], boundaries[body], int(self.fit * limit))
+            boundaries[body] = self._fitted(h[body], boundaries[body], limit)
         self._refuse(boundaries, granted)
-        offsets, kept = self._cut(boundaries[body])
+        offsets, kept = self._cut(boundaries[body], limit)
         lengths = np.diff(offsets)
         exact = np.ones(tokens, dtype=np.bool_)
         exact[body] = np.repeat(kept, lengths)
@@ -100,8 +100,9 @@ class Segmentation:
         return slice(sinks, tokens - window), granted - window - sinks
 
     def _fitted(self, h: NDArray[np.float32], boundaries: Mask, limit: int) -> Mask:
-        """The boundaries, or as many of the most surprising ones as leave `limit` entries: alpha
-        rises from one token's surprisal to the next one's."""
+        """The boundaries, or as many of the most surprising ones as leave room in `limit` entries:
+        alpha rises from one token's surprisal to the next one's."""
+        most = self._resident_share(limit)
         order = np.argsort(-h, kind="stable")
         low, high = 0, int(boundaries.sum())
 
@@ -110,20 +111,35 @@ class Segmentation:
             mask[order[:count]] = True
             return mask
 
-        if _resident(*self._cut(boundaries)) <= limit:
+        if _resident(*self._cut(boundaries, limit)) <= most:
             return boundaries
         while low + 1 < high:
             middle = (low + high) // 2
-            if _resident(*self._cut(first(middle))) <= limit:
+            if _resident(*self._cut(first(middle), limit)) <= most:
                 low = middle
             else:
                 high = middle
         return first(low)
 
-    def _cut(self, boundaries: Mask) -> tuple[Offsets, Mask]:
+    def _resident_share(self, limit: int) -> int:
+        """Of `limit` entries, those that `fit` leaves to what is always attended."""
+        return limit if self.fit is None else int(self.fit * limit)
+
+    def _longest(self, count: int, limit: int) -> int | None:
+        """Tokens of the longest span where `count` tokens have `limit` entries: no more than a step
+        has room to expand, where spans so short fit, each of at least `min_length` tokens."""
+        if self.max_length is None or self.fit is None or self.kind == "fixed":
+            return self.max_length
+        resident = self._resident_share(limit)
+        longest = limit - resident + 1  # in place of its mean
+        if longest < 2 * self.min_length or -(-count // longest) > resident:
+            return self.max_length
+        return min(self.max_length, longest)
+
+    def _cut(self, boundaries: Mask, limit: int) -> tuple[Offsets, Mask]:
         """Segments of the tokens between sinks and window, and which of them are kept as they are.
 
-        Returns offsets int64[K + 1] and bool[K].
+        limit: entries that these tokens may take. Returns offsets int64[K + 1] and bool[K].
         """
         count = len(boundaries)
         if self.kind == "fixed":
@@ -138,9 +154,10 @@ class Segmentation:
         lengths = np.diff(offsets)
         short = lengths < (self.min_length if len(lengths) > 1 else 0)
         exact = kept[offsets[:-1]] | short
-        if self.max_length is None:
+        longest = self._longest(count, limit)
+        if longest is None:
             return offsets, exact
-        parts = np.where(exact, 1, -(-lengths // self.max_length))
+        parts = np.where(exact, 1, -(-lengths // longest))
         owner = np.repeat(np.arange(len(parts)), parts)
         place = np.arange(len(owner)) - np.repeat(parts.cumsum() - parts, parts)
         starts = offsets[owner] + place * lengths[owner] // parts[owner]
@@ -149,7 +166,7 @@ class Segmentation:
     def _least(self, boundaries: Mask, granted: int) -> int:
         """Entries that are always attended with these boundaries [T]."""
         body, limit = self._body(len(boundaries), granted)
-        return granted - limit + _resident(*self._cut(boundaries[body]))
+        return granted - limit + _resident(*self._cut(boundaries[body], limit))
 
     def _refuse(self, boundaries: Mask, granted: int) -> None:
         least = self._least(boundaries, granted)

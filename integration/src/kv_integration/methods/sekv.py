@@ -50,7 +50,9 @@ class SeKV(Method):
         alpha: boundary sensitivity, in standard deviations, at least 0.
         min_length, max_length: shortest and longest span in tokens. Shorter runs stay as they are
             (L_min); longer ones are cut into equal parts, which the paper does not say: a span
-            that no budget can expand would be lost. None: as the text falls.
+            that no budget can expand would be lost. With `fit` they are cut to what a small budget
+            has room to expand, where that is at least twice `min_length` and the spans fit. None:
+            as the text falls.
         max_rank: components per span at most (R_max); 0 stores none and expands nothing.
         routing_dim: d', for routing without a router; at most the head dimension.
         router: a trained `Router` or its file, which is loaded when a cache is made; "embedded" is

@@ -26,7 +26,8 @@ class Training:
     Spans, cut as `SeKV` cuts them, with its defaults:
         alpha, min_length, max_length, window, sinks: as there.
         budgets: each window draws one of these shares. As in `SeKV`, alpha rises until the exact
-            tokens fit, and w is at most half of it: the router meets the spans that it will route.
+            tokens fit, and w is at most a quarter of it: the router meets the spans that it will
+            route.
         absorbed: share of windows whose anchors join the span after them, so that the router also
             learns to find what is otherwise kept exactly.
         routing_dim, max_rank: d' and R_max; None: 32, or the head dimension where it is smaller.
