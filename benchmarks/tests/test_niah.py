@@ -16,6 +16,7 @@ from small_model import make_folder
 
 from kv_bench import niah as module
 from kv_bench.cli import main
+from kv_bench.folder import fingerprint
 from kv_bench.heatmap import draw
 from kv_integration import haystack
 from kv_integration.answer import run_method
@@ -211,13 +212,13 @@ def test_places_of_the_needle() -> None:
 
 def test_fingerprint_sees_retrained_weights(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model")
-    before = module.fingerprint(folder)
-    assert module.fingerprint(make_folder(tmp_path / "same")) == before
+    before = fingerprint(folder)
+    assert fingerprint(make_folder(tmp_path / "same")) == before
     weights = folder / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-100] ^= 1
     weights.write_bytes(bytes(data))
-    assert module.fingerprint(folder) != before
+    assert fingerprint(folder) != before
 
 
 def test_heat_map_with_holes(tmp_path: Path) -> None:

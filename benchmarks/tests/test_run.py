@@ -389,6 +389,15 @@ def test_a_method_of_the_users_own(folder: Path, tmp_path: Path) -> None:
     assert "holds results with method mine" in run(*base, *own).stderr
 
 
+def test_two_methods_of_the_users_own_have_two_names(folder: Path, tmp_path: Path) -> None:
+    places = [tmp_path / "one.py", tmp_path / "two.py"]
+    for place in places:
+        place.write_text(MINE)
+    own = [text for place in places for text in ("--method-module", f"{place}:Mine")]
+    result = run("numbers", "--model", folder, "--out", tmp_path / "out", *own)
+    assert result.exit_code == 2 and "is the second method named mine" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("place", "message"),
     [
@@ -418,7 +427,8 @@ def test_wrong_methods_of_the_users_own(
         (["numbers", "--setting", "questions"], "--setting must be NAME=VALUE, got 'questions'"),
         (["numbers", "--setting", "questions=x"], "must be of type int, got 'x'"),
         (["nothing"], "there is no task 'nothing'; there are"),
-        ([","], "no task is given; there are"),
+        (["nothing"], "; groups: niah, ruler, longbench, infinitebench"),
+        ([","], "no task is given, got ','; there are"),
         (["numbers", "--methods", "magic"], "unknown method 'magic'; wanted one of full,"),
         (["numbers", "--budgets", "1.5"], "in (0, 1], got 1.5"),
         (["numbers", "--budgets", "few"], "budget must be a number of entries"),

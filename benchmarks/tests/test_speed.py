@@ -58,6 +58,7 @@ def test_memory_counts_what_stays_and_what_the_prefill_held(tmp_path):
     [
         (["speed", "--methods", "nothing"], "unknown method 'nothing'"),
         (["speed", "--budget", "0"], "budget"),
+        (["speed", "--contexts", "many"], "--contexts must be positive integers"),
         (["memory", "--methods", "dynamic"], "unknown method 'dynamic'"),
         (["memory", "--budget", "ten"], "budget must be a number"),
     ],

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kv_bench.answers import Generator
+from kv_bench.answers import Generator, holds_every_layer
 from kv_bench.shared import Shared
 from kv_bench.tasks import Encoded
 from kv_bench.tasks.base import cut
@@ -56,17 +56,13 @@ def replies(
     """
     ends = end_tokens(model, tokenizer)
     with attach(model, tokenizer) as kv:
-        plain = (
-            len(kv.cache(methods[0]).compressed)
-            == model.config.get_text_config(decoder=True).num_hidden_layers
-        )
-        # layers with a sliding window keep a cache of their own, which cannot go back
+        plain = holds_every_layer(kv, methods[0])
         groups = [list(methods)] if plain else [[method] for method in methods]
         found = []
         for group in groups:
             shared = Shared(group)
             cache = kv.cache(shared)
-            talk = Conversation(model, tokenizer, cache, ends, max_new_tokens, stop)
+            talk = Talk(model, tokenizer, cache, ends, max_new_tokens, stop)
             talk.prefill(encoded, aware=aware)
             for index in range(len(group)):
                 shared.choose(index)
@@ -76,7 +72,7 @@ def replies(
         return found
 
 
-class Conversation:
+class Talk:
     """A prompt on a cache, and questions about it, again and again from the prompt's end."""
 
     def __init__(

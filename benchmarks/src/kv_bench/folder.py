@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kv_integration.cli.files import write_text
+from kv_integration.cli.inputs import Loaded
 
 FINGERPRINT_BYTES = 2**20
 SETTINGS = "settings.json"
@@ -52,6 +53,19 @@ def check_settings(
             )
     if added.keys() - before.keys():
         write_text(file, json.dumps({**before, **added}, indent=1) + "\n")
+
+
+def made_with(
+    benchmark: str, loaded: Loaded, text: str | None, **others: object
+) -> dict[str, object]:
+    """Settings of all commands with an `--out`: what ran on which model and text, and `others`."""
+    return {
+        "benchmark": benchmark,
+        "model": fingerprint(loaded.folder),
+        "haystack": "held-out topics" if text is None else digest(text.encode()),
+        "dtype": str(loaded.model.dtype),
+        **others,
+    }
 
 
 def fingerprint(folder: Path) -> str:

@@ -10,8 +10,9 @@ import click
 import torch
 
 from kv_bench import measure, subject
+from kv_bench.variants import method_named
 from kv_integration import METHODS, attach
-from kv_integration.cli.inputs import DTYPES, make_method, parse_budget, parse_names
+from kv_integration.cli.inputs import DTYPES, parse_budget, parse_names
 
 MIB = 2**20
 
@@ -50,9 +51,7 @@ def memory(
     with torch.inference_mode():
         plain = measure.peak_bytes(lambda: loaded.model(ids, use_cache=False, logits_to_keep=1))
         for name in names:
-            method = make_method(name, granted)
-            if method is None:
-                raise click.UsageError(f"{name} has no report to compare with")
+            method = method_named(name, granted)
             with attach(loaded.model, loaded.tokenizer) as kv:
                 cache = kv.cache(method)
                 call = partial(loaded.model, ids, past_key_values=cache, logits_to_keep=1)

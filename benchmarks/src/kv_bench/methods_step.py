@@ -33,9 +33,9 @@ from kv_bench.measure import (
     set_threads,
     threads_option,
 )
-from kv_bench.variants import parse_lengths
+from kv_bench.variants import method_named, parse_lengths
 from kv_integration import METHODS, LayerState, Method, Plan, haystack
-from kv_integration.cli.inputs import make_method, parse_budget, parse_names
+from kv_integration.cli.inputs import parse_budget, parse_names
 from kv_integration.embedded import model_path
 from kv_integration.method import Context, Row
 from kv_integration.rope import RopeTables, Rotation, Turn
@@ -300,9 +300,7 @@ def methods_step(
 
 def chosen(name: str, budget: int | float | None, routed: Shape | None = None) -> Method:
     """The method with this budget, or with its own; with a router of shape `routed` if it can."""
-    method = make_method(name, budget, methods=METHODS)
-    if method is None:
-        raise click.UsageError(f"{name} is no method of ours")
+    method = method_named(name, budget)
     if routed is not None and "router" in {field.name for field in fields(method)}:  # type: ignore[arg-type]
         router = Router(1, routed.heads, routed.kv_heads, routed.head_size)
         return replace(method, router=router)  # type: ignore[type-var]

@@ -12,20 +12,26 @@ from rich.console import Console
 from rich.table import Table
 
 from kv_bench.answers import answers
-from kv_bench.folder import digest, fingerprint
+from kv_bench.folder import made_with
 from kv_bench.grid import Results, Row, Variant
 from kv_bench.matched import Key, Match, as_run, check_shares, find_all, match_option
 from kv_bench.measure import methods_option, publish
-from kv_bench.variants import make_variants, parse_lengths
+from kv_bench.options import (
+    budgets_option,
+    check_counts,
+    haystack_option,
+    model_option,
+    out_option,
+    run_options,
+)
+from kv_bench.variants import make, make_variants, parse_lengths
 from kv_integration import METHODS, haystack
 from kv_integration.answer import is_correct
 from kv_integration.cli.files import whole_file
 from kv_integration.cli.inputs import (
-    DTYPES,
     Loaded,
     check_positions,
     load_model,
-    make_method,
     parse_names,
     read_text,
     settle,
@@ -45,54 +51,16 @@ from kv_integration.cli.progress import Steps
 @click.option(
     "--depths", default=5, show_default=True, help="Places of the needle, from start to end."
 )
-@click.option(
-    "--budgets",
-    default="0.1",
-    show_default=True,
-    metavar="BUDGETS",
-    help="Entries of the prompt that a step may attend, numbers or shares, with commas between.",
-)
+@budgets_option
 @match_option
 @click.option("--samples", default=10, show_default=True, help="Prompts per length and depth.")
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    required=True,
-    metavar="DIR",
-    help="Results go here; a second call goes on where the first was stopped.",
-)
-@click.option(
-    "--haystack",
-    "text_file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Text (UTF-8) to hide needles in.  [default: prose the embedded model has not read]",
-)
-@click.option(
-    "--model",
-    "folder",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Model folder in transformers' format.  [default: the embedded model]",
-)
+@out_option
+@haystack_option
+@model_option
 @click.option("--seed", default=0, show_default=True, help="Draws texts, keys and numbers.")
 @click.option("--batch", default=4, show_default=True, help="Prompts that run together.")
 @click.option("--max-new-tokens", default=12, show_default=True, help="Tokens per answer.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["auto", *DTYPES]),
-    default="auto",
-    show_default=True,
-    help="Of the model; auto: float32 on a CPU, as stored on a GPU.",
-)
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "cuda"]),
-    default="auto",
-    show_default=True,
-    help="auto: a CUDA GPU where there is one.",
-)
-@click.option("--threads", type=int, help="CPU threads.  [default: torch's choice]")
+@run_options
 def niah(
     methods: tuple[str, ...],
     contexts: str,
@@ -126,9 +94,7 @@ def niah(
     variants = make_variants(parse_names(methods, known=METHODS), budgets)
     check_shares(variants, match)
     lengths = parse_lengths(contexts)
-    for option, value in (("--depths", depths), ("--samples", samples), ("--batch", batch)):
-        if value < 1:
-            raise ValueError(f"{option} must be at least 1, got {value}")
+    check_counts(depths=depths, samples=samples, batch=batch)
     settle(seed, threads, max_new_tokens)
     text = None if text_file is None else read_text(text_file, "haystack")
     with Steps() as steps:
@@ -137,15 +103,14 @@ def niah(
         check_positions(loaded.model, max(lengths), max_new_tokens)
         results = Results(
             out,
-            {
-                "benchmark": "niah" if match == "entries" else "niah, matched on device bytes",
-                "model": fingerprint(loaded.folder),
-                "haystack": "held-out topics" if text is None else digest(text.encode()),
-                "seed": seed,
-                "samples": samples,
-                "max_new_tokens": max_new_tokens,
-                "dtype": str(loaded.model.dtype),
-            },
+            made_with(
+                "niah" if match == "entries" else "niah, matched on device bytes",
+                loaded,
+                text,
+                seed=seed,
+                samples=samples,
+                max_new_tokens=max_new_tokens,
+            ),
             Row,
         )
         found: dict[Key, Match] | None = None
@@ -233,12 +198,11 @@ def count_right(
     max_new_tokens: int,
 ) -> list[int]:
     """How many of `prompts` each variant answers right."""
-    methods = [make_method(variant.method, variant.budget) for variant in variants]
     texts = answers(
         loaded.model,
         loaded.tokenizer,
         [prompt.ids for prompt in prompts],
-        [method for method in methods if method is not None],
+        [make(variant) for variant in variants],
         max_new_tokens=max_new_tokens,
     )
     return [

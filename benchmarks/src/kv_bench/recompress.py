@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from kv_bench import measure, subject
+from kv_bench.options import check_counts
+from kv_bench.variants import method_named
 from kv_integration import METHODS, Method, attach
-from kv_integration.cli.inputs import Loaded, make_method, parse_budget, parse_names
+from kv_integration.cli.inputs import Loaded, parse_budget, parse_names
 
 
 @click.command()
@@ -40,18 +42,14 @@ def recompress(
     and values of all tokens take at the end.
     """
     names, granted = parse_names(methods, known=METHODS), parse_budget(budget)
-    for option, value in (("--context", context), ("--turns", turns), ("--tokens", tokens)):
-        if value < 1:
-            raise ValueError(f"{option} must be at least 1, got {value}")
+    check_counts(context=context, turns=turns, tokens=tokens)
     measure.set_threads(threads)
     loaded = subject.load("embedded", layers=None, dtype=torch.float32)
     ids = subject.prose(loaded, context + turns * tokens)
     parts = ids.split([context] + [tokens] * turns, dim=1)
     rows: list[dict[str, Any]] = []
     for name in names:
-        method = make_method(name, granted)
-        if method is None:
-            raise ValueError(f"{name} has no cache of ours")
+        method = method_named(name, granted)
         for limit in (None, after) if method.recompresses else (None,):
             held, full = conversation(loaded, method, parts, limit)
             rows.append(

@@ -13,15 +13,23 @@ from rich.console import Console
 from rich.table import Table
 
 from kv_bench import measure
-from kv_bench.folder import SETTINGS, check_settings, digest, fingerprint
+from kv_bench.folder import SETTINGS, check_settings, digest, made_with
 from kv_bench.journal import JOURNAL, Journal, Record
 from kv_bench.kvpress_form import write_kvpress_form
+from kv_bench.options import (
+    budgets_option,
+    check_counts,
+    haystack_option,
+    model_option,
+    out_option,
+    run_options,
+)
 from kv_bench.runner import MODES, OWN, SHARED, make_runner
 from kv_bench.summary import Summary, summarise, write_summary
-from kv_bench.tasks import GROUPS, TASKS, PerplexityTask, Task, expand, task_named
-from kv_bench.variants import Registry, make_variants, own_method, parse_lengths
+from kv_bench.tasks import PerplexityTask, Task, expand, known_tasks, task_named
+from kv_bench.variants import Registry, make_variants, own_methods, parse_lengths
 from kv_integration import METHODS
-from kv_integration.cli.inputs import DTYPES, load_model, parse_names, read_text, settle
+from kv_integration.cli.inputs import load_model, parse_names, read_text, settle
 from kv_integration.cli.progress import Steps
 
 
@@ -35,13 +43,7 @@ from kv_integration.cli.progress import Steps
     metavar="FILE.py:NAME",
     help="A method of your own; runs too, under its name in lower case. May be given repeatedly.",
 )
-@click.option(
-    "--budgets",
-    default="0.1",
-    show_default=True,
-    metavar="BUDGETS",
-    help="Entries of the prompt that a step may attend, numbers or shares, with commas between.",
-)
+@budgets_option
 @click.option(
     "--contexts",
     metavar="TOKENS",
@@ -77,44 +79,12 @@ from kv_integration.cli.progress import Steps
     metavar="[TASK=]PATH",
     help="Where a task's data set is: file, folder or hub id.  [default: the published hub id]",
 )
-@click.option(
-    "--haystack",
-    "text_file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Text (UTF-8) for generated tasks.  [default: prose the embedded model has not read]",
-)
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    required=True,
-    metavar="DIR",
-    help="Results go here; a second call goes on where the first was stopped.",
-)
-@click.option(
-    "--model",
-    "folder",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Model folder in transformers' format.  [default: the embedded model]",
-)
+@haystack_option
+@out_option
+@model_option
 @click.option("--seed", default=0, show_default=True, help="Draws what a task draws.")
 @click.option("--max-new-tokens", type=int, help="Tokens per answer.  [default: each task's own]")
-@click.option(
-    "--dtype",
-    type=click.Choice(["auto", *DTYPES]),
-    default="auto",
-    show_default=True,
-    help="Of the model; auto: float32 on a CPU, as stored on a GPU.",
-)
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "cuda"]),
-    default="auto",
-    show_default=True,
-    help="auto: a CUDA GPU where there is one.",
-)
-@click.option("--threads", type=int, help="CPU threads.  [default: torch's choice]")
+@run_options
 def run(
     tasks: str,
     methods: tuple[str, ...],
@@ -143,32 +113,25 @@ def run(
     \b
     Examples:
       kv-bench run niah_single_1 --contexts 2048,8192 --budgets 0.05,0.2 --samples 20 --out results
-      kv-bench run qasper,hotpotqa --model llama --data longbench/ --mode agnostic --out longbench
+      kv-bench run longbench --data longbench/ --model llama --mode agnostic --out longbench
     """
     changed = parse_settings(changes)
     chosen = parse_tasks(tasks, changed)
-    own = {name: (found, source) for name, found, source in map(own_method, modules)}
+    own = own_methods(modules)
     registry: Registry = {**METHODS, **{name: found for name, (found, _) in own.items()}}
     names = parse_names([*methods, *own], known=registry)
     variants = make_variants(names, budgets, registry)
     lengths: list[int | None] = [None] if contexts is None else [*parse_lengths(contexts)]
-    if samples is not None and samples < 1:
-        raise ValueError(f"--samples must be at least 1, got {samples}")
+    check_counts(samples=1 if samples is None else samples)
     settle(seed, threads, 1 if max_new_tokens is None else max_new_tokens)
     places = parse_data(data, [task.name for task in chosen])
     text = None if text_file is None else read_text(text_file, "haystack")
     with Steps() as steps:
         with steps.step("loading the model"):
             loaded = load_model(folder, dtype=dtype, device=device)
-        settings = {
-            "benchmark": "run",
-            "model": fingerprint(loaded.folder),
-            "haystack": "held-out topics" if text is None else digest(text.encode()),
-            "seed": seed,
-            "samples": samples,
-            "max_new_tokens": max_new_tokens,
-            "dtype": str(loaded.model.dtype),
-        }
+        settings = made_with(
+            "run", loaded, text, seed=seed, samples=samples, max_new_tokens=max_new_tokens
+        )
         added: dict[str, object] = {f"data of {name}": place for name, place in places.items()}
         added |= {f"settings of {task.name}": changed for task in chosen}
         added |= {f"method {name}": digest(source) for name, (_, source) in own.items()}
@@ -222,7 +185,7 @@ def parse_tasks(text: str, settings: Mapping[str, str]) -> list[Task | Perplexit
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
-        raise ValueError(f"no task is given; there are {', '.join((*GROUPS, *TASKS))}")
+        raise ValueError(f"no task is given, got {text!r}; {known_tasks()}")
     found = dict.fromkeys(task for name in names for task in expand(name))
     return [task_named(name, **typed(task_named(name), settings)) for name in found]
 
@@ -246,7 +209,7 @@ def typed(task: Task | PerplexityTask, settings: Mapping[str, str]) -> dict[str,
 
 
 def parse_settings(texts: Sequence[str]) -> dict[str, str]:
-    """`NAME=VALUE` each.
+    """`NAME=VALUE` each; of two with one name the later holds.
 
     Raises:
         ValueError: one is not.

@@ -13,6 +13,7 @@ import click
 from kv_bench import measure
 from kv_bench.matched import as_run, check_shares, find_all, match_option
 from kv_bench.niah import count_right, first_prompts, make_prompts, places_of
+from kv_bench.options import check_counts
 from kv_bench.variants import make_variants, parse_lengths
 from kv_integration import METHODS
 from kv_integration.cli.inputs import check_positions, load_model, settle
@@ -77,9 +78,7 @@ def sweep(
     variants = make_variants(settings(methods, vary, product=product), budgets)
     check_shares(variants, match)
     lengths = parse_lengths(contexts)
-    for option, value in (("--depths", depths), ("--samples", samples), ("--batch", batch)):
-        if value < 1:
-            raise ValueError(f"{option} must be at least 1, got {value}")
+    check_counts(depths=depths, samples=samples, batch=batch)
     settle(seed, threads, 1)
     loaded = load_model(None, dtype="auto", device="cpu")
     check_positions(loaded.model, max(lengths), NEW_TOKENS)
@@ -93,8 +92,11 @@ def sweep(
     with Steps() as steps, steps.step("needles", len(lengths) * depths * samples) as step:
         for length, depth in itertools.product(lengths, places_of(depths)):
             todo = [v for v in variants if (v.label, length) in runs]
+            if not todo:
+                step.advance(samples)
+                continue
             prompts = make_prompts(loaded, None, length, depth, samples, seed)
-            for start in range(0, samples if todo else 0, batch):
+            for start in range(0, samples, batch):
                 part = prompts[start : start + batch]
                 ways = [runs[v.label, length] for v in todo]
                 counts = count_right(loaded, part, ways, NEW_TOKENS)

@@ -13,10 +13,11 @@ from rich.table import Table
 
 from kv_bench.conversation import Conversation, conversation
 from kv_bench.dialogue import dialogues
-from kv_bench.folder import digest, fingerprint
+from kv_bench.folder import made_with
 from kv_bench.grid import Results, TurnRow, Variant
 from kv_bench.niah import niah
-from kv_bench.variants import make_variants, parse_lengths
+from kv_bench.options import check_counts
+from kv_bench.variants import make, make_variants, parse_lengths
 from kv_integration import METHODS, haystack
 from kv_integration.answer import is_correct
 from kv_integration.cli.files import whole_file
@@ -24,7 +25,6 @@ from kv_integration.cli.inputs import (
     Loaded,
     check_positions,
     load_model,
-    make_method,
     parse_names,
     read_text,
     settle,
@@ -63,9 +63,7 @@ def turns(
     """
     variants = make_variants(parse_names(methods, known=METHODS), budgets)
     lengths = parse_lengths(contexts)
-    for option, value in (("--turns", count), ("--samples", samples), ("--batch", batch)):
-        if value < 1:
-            raise ValueError(f"{option} must be at least 1, got {value}")
+    check_counts(turns=count, samples=samples, batch=batch)
     settle(seed, threads, max_new_tokens)
     text = None if text_file is None else read_text(text_file, "haystack")
     with Steps() as steps:
@@ -73,16 +71,15 @@ def turns(
             loaded = load_model(folder, dtype=dtype, device=device)
         results = Results(
             out,
-            {
-                "benchmark": "turns",
-                "model": fingerprint(loaded.folder),
-                "haystack": "held-out topics" if text is None else digest(text.encode()),
-                "seed": seed,
-                "samples": samples,
-                "turns": count,
-                "max_new_tokens": max_new_tokens,
-                "dtype": str(loaded.model.dtype),
-            },
+            made_with(
+                "turns",
+                loaded,
+                text,
+                seed=seed,
+                samples=samples,
+                turns=count,
+                max_new_tokens=max_new_tokens,
+            ),
             TurnRow,
         )
         with steps.step("conversations", total=len(lengths) * samples) as step:
@@ -139,12 +136,11 @@ def count_right(
     max_new_tokens: int,
 ) -> list[list[int]]:
     """How many right answers each variant gives in each turn."""
-    methods = [make_method(variant.method, variant.budget) for variant in variants]
     texts = dialogues(
         loaded.model,
         loaded.tokenizer,
         conversations,
-        [method for method in methods if method is not None],
+        [make(variant) for variant in variants],
         max_new_tokens=max_new_tokens,
     )
     return [

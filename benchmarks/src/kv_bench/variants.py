@@ -45,9 +45,18 @@ def make_variants(
 
 def make(variant: Variant, registry: Registry = METHODS) -> Method:
     """The method of `variant`, which has `variant.budget` unless its options name another."""
-    method = make_method(variant.method, variant.budget, methods=registry)
+    return method_named(variant.method, variant.budget, registry)
+
+
+def method_named(name: str, budget: int | float | None, registry: Registry = METHODS) -> Method:
+    """The method that `name` writes, with that budget or, where it is None, its own.
+
+    Raises:
+        ValueError: `name` is transformers' own cache, or as `make_method`.
+    """
+    method = make_method(name, budget, methods=registry)
     if method is None:
-        raise ValueError(f"{variant.method} has no cache of ours")
+        raise ValueError(f"{name} is a cache of transformers, wanted a method")
     return method
 
 
@@ -90,3 +99,18 @@ def own_method(place: str) -> tuple[str, type[Method], bytes]:
     if called in METHODS:
         raise ValueError(f"{name} in {file} is called as a method that exists, {called}: rename it")
     return called, found, file.read_bytes()
+
+
+def own_methods(places: Sequence[str]) -> dict[str, tuple[type[Method], bytes]]:
+    """Class and source of each user's method, by its name on the command line.
+
+    Raises:
+        ValueError: two have the same name, or as `own_method`.
+    """
+    found: dict[str, tuple[type[Method], bytes]] = {}
+    for place in places:
+        name, kind, source = own_method(place)
+        if name in found:
+            raise ValueError(f"--method-module {place} is the second method named {name}")
+        found[name] = kind, source
+    return found

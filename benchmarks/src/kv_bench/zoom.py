@@ -12,7 +12,8 @@ from torch import Tensor
 from kv_bench import measure
 from kv_bench.answers import Generator, left_padded
 from kv_bench.niah import make_prompts, places_of
-from kv_bench.variants import parse_lengths
+from kv_bench.options import check_counts, model_option
+from kv_bench.variants import method_named, parse_lengths
 from kv_integration import Attached, Method, attach
 from kv_integration.answer import end_tokens, pad_token
 from kv_integration.cli.files import check_writable, whole_file
@@ -20,7 +21,6 @@ from kv_integration.cli.inputs import (
     Loaded,
     check_positions,
     load_model,
-    make_method,
     parse_budget,
     settle,
 )
@@ -37,13 +37,7 @@ from kv_integration.cli.progress import Steps
 @click.option("--samples", default=4, show_default=True, help="Prompts per length and depth.")
 @click.option("--batch", default=4, show_default=True, help="Prompts that run together.")
 @click.option("--seed", default=0, show_default=True, help="Of the prompts.")
-@click.option(
-    "--model",
-    "folder",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Model folder in transformers' format.  [default: the embedded model]",
-)
+@model_option
 @click.option("--max-new-tokens", default=4, show_default=True, help="Tokens per answer.")
 @click.option(
     "--plot",
@@ -77,14 +71,10 @@ def zoom(
       kv-bench zoom --contexts 2048,4096 --json zoom.json --plot zoom.png
     """
     lengths, granted = parse_lengths(contexts), parse_budget(budget)
-    for option, value in (("--depths", depths), ("--samples", samples), ("--batch", batch)):
-        if value < 1:
-            raise ValueError(f"{option} must be at least 1, got {value}")
+    check_counts(depths=depths, samples=samples, batch=batch)
     if plot is not None:
         check_writable("--plot", plot, suffixes=(".png",))
-    method = make_method(name, granted)
-    if method is None:
-        raise ValueError(f"--method must be one with zoom-in rates such as sekv, got {name}")
+    method = method_named(name, granted)
     settle(seed, threads, max_new_tokens)
     loaded = load_model(folder, dtype="auto", device="cpu")
     check_positions(loaded.model, max(lengths), max_new_tokens)

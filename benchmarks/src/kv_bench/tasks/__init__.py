@@ -40,6 +40,7 @@ __all__ = [
     "Task",
     "encode",
     "expand",
+    "known_tasks",
     "negative_log_likelihoods",
     "perplexity",
     "task_named",
@@ -61,6 +62,11 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 
 
+def known_tasks() -> str:
+    """All tasks and groups, for errors."""
+    return f"there are {', '.join(TASKS)}; groups: {', '.join(GROUPS)}"
+
+
 def task_named(name: str, **settings: Any) -> Task | PerplexityTask:
     """The task of that name, with some of its settings changed, e.g. `depths=11` or `shots=25`.
 
@@ -68,7 +74,7 @@ def task_named(name: str, **settings: Any) -> Task | PerplexityTask:
         ValueError: there is no such task or setting; the text lists what exists.
     """
     if name not in TASKS:
-        raise ValueError(f"there is no task {name!r}; there are {', '.join(TASKS)}")
+        raise ValueError(f"there is no task {name!r}; {known_tasks()}")
     task: Any = TASKS[name]
     known = [field.name for field in dataclasses.fields(task) if field.name != "name"]
     for setting in settings:
