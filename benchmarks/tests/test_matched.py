@@ -152,7 +152,7 @@ def test_zoom_in_rates_are_those_of_the_report(folder: Path, tmp_path: Path) -> 
     ("arguments", "message"),
     [
         (["--method", "snapkv"], "snapkv reports no zoom-in rates; wanted sekv"),
-        (["--method", "dynamic"], "must be one with zoom-in rates such as sekv, got dynamic"),
+        (["--method", "dynamic"], "unknown method 'dynamic'"),
         (["--plot", "zoom.pdf"], "--plot must end with .png"),
         (["--samples", "0"], "--samples must be at least 1, got 0"),
     ],
