@@ -332,8 +332,17 @@ def test_training_lowers_its_loss_and_leaves_the_model_as_it_was(model):
         pass
 
 
+@pytest.fixture
+def interruptible():
+    """Ctrl-C raises KeyboardInterrupt, also where the test run itself ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("held_out", [(), tuple(make_texts(1, seed=9))])
 @pytest.mark.parametrize("stop", [1, 2, 3])
+@pytest.mark.usefixtures("interruptible")
 def test_a_resumed_run_is_the_uninterrupted_one(model, tmp_path, stop, held_out):
     settings = Training(**SMALL.as_dict() | {"validate_every": 2})
     whole = run(model, tmp_path / "whole", settings=settings, held_out=held_out)
