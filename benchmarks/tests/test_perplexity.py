@@ -53,14 +53,16 @@ def test_a_method_compresses_the_context_alone() -> None:
     assert report.entries_attended < 40
 
 
-@given(st.lists(st.lists(st.floats(0, 20), max_size=5), max_size=4))
+@pytest.mark.parametrize("losses", [[], [torch.zeros(0)], [torch.zeros(0)] * 3])
+def test_no_token_has_no_perplexity(losses: list[torch.Tensor]) -> None:
+    with pytest.raises(ValueError, match="losses must hold at least one token"):
+        perplexity(losses)
+
+
+@given(st.lists(st.lists(st.floats(0, 20), max_size=5), min_size=1, max_size=4).filter(any))
 def test_perplexity_is_the_geometric_mean_over_tokens(losses: list[list[float]]) -> None:
     tensors = [torch.tensor(one, dtype=torch.float64) for one in losses]
     tokens = [loss for one in losses for loss in one]
-    if not tokens:
-        with pytest.raises(ValueError, match="losses must hold at least one token"):
-            perplexity(tensors)
-        return
     wanted = math.prod(math.exp(loss / len(tokens)) for loss in tokens)
     assert perplexity(tensors) == pytest.approx(wanted)
 

@@ -65,13 +65,21 @@ def test_the_order_of_rows_does_not_matter(tokenizer, method):
         close(generate(model, turned, kv.cache(method))[1], logits[:, order])
 
 
-@each(SMALL)
-@pytest.mark.parametrize("recompress_after", [None, 5])
+@each(SMALL, but=RECOMPRESSES)
+def test_a_method_that_cannot_compress_again_is_refused_by_name(tokenizer, method):
+    with attach(shared("llama"), tokenizer) as kv, pytest.raises(ValueError, match=method.name):
+        kv.cache(method, recompress_after=5)
+
+
+@pytest.mark.parametrize(
+    ("method", "recompress_after"),
+    [
+        pytest.param(method, after, id=f"{name}-{after}")
+        for name, method in SMALL.items()
+        for after in ((None, 5) if name in RECOMPRESSES else (None,))
+    ],
+)
 def test_so_it_is_in_later_turns(tokenizer, method, recompress_after):
-    if recompress_after and method.name not in RECOMPRESSES:
-        with attach(shared("llama"), tokenizer) as kv, pytest.raises(ValueError, match=method.name):
-            kv.cache(method, recompress_after=recompress_after)
-        return
     model, turns = shared("llama"), [(30, 41), (9, 4), (2, 6)]
     with attach(model, tokenizer) as kv:
         cache = kv.cache(method, recompress_after=recompress_after)

@@ -29,6 +29,7 @@ from kv_integration.cache import KVCache, cache_in
 from kv_integration.layer import CompressedLayer
 from kv_integration.lookahead import Lookahead
 from kv_integration.method import Context, Method
+from kv_integration.modules import attention_modules, decoder_of
 from kv_integration.rope import Turn, takes_tables, turn_of
 from kv_integration.saved import load
 from kv_integration.surprise import LMHead
@@ -52,7 +53,7 @@ class Attached:
         self.context = Context(tokenizer, LMHead.of(model))
         self._original = model.config._attn_implementation
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        decoder = _decoder(model)
+        decoder = decoder_of(model)
         wrapped: list[tuple[nn.Module, str, Callable[..., Any]]] = [
             *((model, name, wrapper) for name, wrapper in WRAPPED.items()),
             (decoder, "forward", functools.partial(_in_two, decoder)),
@@ -90,7 +91,7 @@ class Attached:
             ValueError: `method` undoes the keys' RoPE, and this model has none.
         """
         if getattr(method, "rope", None) and not any(
-            takes_tables(module) for module in attention_modules(_decoder(self.model))
+            takes_tables(module) for module in attention_modules(decoder_of(self.model))
         ):
             raise ValueError(
                 f"{method.name} takes keys back to before their RoPE, but the attention of "
@@ -175,20 +176,6 @@ def attach(model: PreTrainedModel, tokenizer: object | None = None) -> Attached:
         ValueError: the model cannot be attached; the text says why. Nothing is changed then.
     """
     return Attached(model, tokenizer)
-
-
-def _decoder(model: PreTrainedModel) -> nn.Module:
-    """The stack of layers, without the LM head."""
-    return model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
-
-
-def attention_modules(decoder: nn.Module) -> list[nn.Module]:
-    """The decoder's self-attention modules, in the order of its layers."""
-    return [
-        module
-        for module in decoder.modules()
-        if type(module).__name__.endswith("Attention") and hasattr(module, "layer_idx")
-    ]
 
 
 def check_supported(model: PreTrainedModel) -> None:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from kv_integration.fingerprint import model_fingerprint
 from kv_integration.layer import CompressedLayer, SlidingLayer
 from kv_integration.method import Method
+from kv_integration.modules import attention_modules, decoder_of
 from kv_integration.settings import describe, settings
 from kv_integration.storable import Packer, Unpacker
 from kv_offload import CacheFileError, load_cache, save_cache
@@ -101,8 +102,8 @@ def _attributes(layer: Any) -> tuple[str, ...]:
 
 def _devices(model: PreTrainedModel) -> dict[int, torch.device]:
     """Where each layer's attention is."""
+    modules = attention_modules(decoder_of(model))
     return {
         int(getattr(module, "layer_idx")): next(module.parameters()).device  # noqa: B009 - untyped
-        for module in model.modules()
-        if type(module).__name__.endswith("Attention") and hasattr(module, "layer_idx")
+        for module in modules
     }

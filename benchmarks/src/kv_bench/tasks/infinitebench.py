@@ -13,16 +13,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from kv_bench.metrics.infinitebench import SCORES
-from kv_bench.tasks.base import MissingData, Sample, Samples, Task, check_counts
-from kv_bench.tasks.data import Row, Source, read_rows
-from kv_bench.tasks.truncate import truncate_middle
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from kv_bench.tasks.base import MissingData, Sample
+from kv_bench.tasks.data import Row, Source
+from kv_bench.tasks.published import PublishedTask
 
 HUB = "xinrongzhang2022/InfiniteBench"
 FIELDS = ("id", "context", "input", "answer", "options")
@@ -31,7 +27,7 @@ LETTERS = "ABCD"
 
 
 @dataclass(frozen=True)
-class InfiniteBench(Task):
+class InfiniteBench(PublishedTask):
     """The task `dataset`; `context`, `question` and `answer_prefix` are its prompt's parts."""
 
     dataset: str
@@ -40,6 +36,8 @@ class InfiniteBench(Task):
     answer_prefix: str
     max_new_tokens: int
     metric: str
+
+    row_id: ClassVar[str] = "id"
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -59,27 +57,6 @@ class InfiniteBench(Task):
             fields=FIELDS,
             page=f"https://huggingface.co/datasets/{HUB}",
         )
-
-    def samples(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        length: int | None = None,
-        count: int | None = None,
-        seed: int = 0,
-        data: str | Path | None = None,
-        text: str | None = None,
-    ) -> Samples:
-        """The data set's first `count` samples in its order; nothing is drawn."""
-        check_counts(length, count)
-        if text is not None:
-            raise ValueError(f"{self.name} has texts of its own and takes no text")
-        rows = read_rows(data, self.source, task=self.name)[:count]
-
-        def make(index: int) -> Sample:
-            return truncate_middle(tokenizer, self.sample(rows[index]), length)
-
-        return Samples([str(row["id"]) for row in rows], make)
 
     def sample(self, row: Row) -> Sample:
         """The whole prompt of a row.

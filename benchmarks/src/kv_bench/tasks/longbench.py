@@ -13,16 +13,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 from kv_bench.metrics.longbench import SCORES
-from kv_bench.tasks.base import Sample, Samples, Task, check_counts
-from kv_bench.tasks.data import Row, Source, read_rows
-from kv_bench.tasks.truncate import truncate_middle
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from kv_bench.tasks.base import Sample
+from kv_bench.tasks.data import Row, Source
+from kv_bench.tasks.published import PublishedTask
 
 HUB = "THUDM/LongBench"
 FIELDS = ("input", "context", "answers", "length", "dataset", "language", "all_classes", "_id")
@@ -31,7 +27,7 @@ FIRST_LINE = ("trec", "triviaqa", "samsum", "lsht")
 
 
 @dataclass(frozen=True)
-class LongBench(Task):
+class LongBench(PublishedTask):
     """The data set `dataset`; `context` and `question` are the two parts of its prompt."""
 
     dataset: str
@@ -39,6 +35,8 @@ class LongBench(Task):
     question: str
     max_new_tokens: int
     metric: str
+
+    row_id: ClassVar[str] = "_id"
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -58,27 +56,6 @@ class LongBench(Task):
             fields=FIELDS,
             page=f"https://huggingface.co/datasets/{HUB} (data.zip)",
         )
-
-    def samples(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        length: int | None = None,
-        count: int | None = None,
-        seed: int = 0,
-        data: str | Path | None = None,
-        text: str | None = None,
-    ) -> Samples:
-        """The data set's first `count` samples in its order; nothing is drawn."""
-        check_counts(length, count)
-        if text is not None:
-            raise ValueError(f"{self.name} has texts of its own and takes no text")
-        rows = read_rows(data, self.source, task=self.name)[:count]
-
-        def make(index: int) -> Sample:
-            return truncate_middle(tokenizer, self.sample(rows[index]), length)
-
-        return Samples([str(row["_id"]) for row in rows], make)
 
     def sample(self, row: Row) -> Sample:
         """The whole prompt of a row."""
