@@ -7,7 +7,7 @@ import torch
 from cases import LOSSLESS, RECOMPRESSES, SMALL, close, converse, each
 from families import generate, prompt, shared
 
-from kv_integration import InfiniGen, Loki, Quest, SemantiCache, SentenceKV, attach
+from kv_integration import FullKV, InfiniGen, Loki, Quest, SemantiCache, SentenceKV, attach
 
 LENGTHS = (50, 7, 31, 1)
 
@@ -106,3 +106,18 @@ def test_rows_can_be_dropped_and_go_on(tokenizer, method):
         assert cache.report().batch == 2
         kept = model(tokens[[2, 0]], attention_mask=mask[[2, 0]], past_key_values=cache).logits
     close(kept, expected[[2, 0]])
+
+
+@pytest.mark.parametrize("change", ["batch_select_indices", "batch_repeat_interleave"])
+def test_rows_of_half_a_prompt_stay_as_they_are(tokenizer, change):
+    model, batch = shared("gemma3"), prompt(40, 40)
+    halves = batch["input_ids"].split(20, dim=1)
+    argument = torch.tensor([1]) if change == "batch_select_indices" else 2
+    with attach(model, tokenizer) as kv, torch.no_grad():
+        cache = kv.cache(FullKV(), prompt_length=40)
+        model(halves[0], past_key_values=cache)
+        with pytest.raises(ValueError, match="before the prompt is complete"):
+            getattr(cache, change)(argument)
+        logits = model(halves[1], past_key_values=cache).logits[:, -1]
+        whole = model(**batch, past_key_values=kv.cache(FullKV())).logits[:, -1]
+    close(logits, whole)

@@ -377,6 +377,16 @@ def test_a_forward_that_fails_leaves_the_model_usable(tokenizer, method, when):
     assert torch.equal(generate(model, inputs)[1], before)
 
 
+def test_a_generate_that_fails_expects_nothing_any_more(tokenizer):
+    model = shared("llama")
+    with attach(model, tokenizer) as kv, torch.no_grad():
+        cache = kv.cache(SABlock(budget=12, window=4))
+        with pytest.raises(ValueError, match="do_sampel"):
+            model.generate(**prompt(40), past_key_values=cache, do_sampel=True)
+        model(**prompt(30), past_key_values=cache)
+        assert cache.prompt_complete
+
+
 @each(SMALL, but=CANNOT_CROP + FORGETS_ON)
 def test_crop_takes_back_what_came_after_the_prompt(tokenizer, method):
     model, inputs = shared("llama"), prompt(40, 22)

@@ -284,15 +284,20 @@ def _announcing(generate: Callable[..., Any]) -> Callable[..., Any]:
     def announced(inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get("past_key_values")
         ids = kwargs.get("input_ids") if inputs is None else inputs
-        if isinstance(cache, KVCache) and isinstance(ids, Tensor):
-            if 0 < ids.shape[1] <= cache.tokens:
-                raise ValueError(
-                    f"input_ids has {ids.shape[1]} tokens, but this cache has seen {cache.tokens}: "
-                    "a later turn brings the whole conversation, its new tokens last; reset() the "
-                    "cache for a new prompt"
-                )
-            cache.expect(ids.shape[1])
-        return generate(inputs, *args, **kwargs)
+        if not isinstance(cache, KVCache) or not isinstance(ids, Tensor):
+            return generate(inputs, *args, **kwargs)
+        if 0 < ids.shape[1] <= cache.tokens:
+            raise ValueError(
+                f"input_ids has {ids.shape[1]} tokens, but this cache has seen {cache.tokens}: "
+                "a later turn brings the whole conversation, its new tokens last; reset() the "
+                "cache for a new prompt"
+            )
+        cache.expect(ids.shape[1])
+        try:
+            return generate(inputs, *args, **kwargs)
+        except BaseException:
+            cache.expect(None)
+            raise
 
     return announced
 

@@ -126,8 +126,11 @@ class KVCache(Cache):
             raise ValueError("the model that this cache was made for is gone: it cannot be saved")
         save(self, path, model)
 
-    def expect(self, prompt_length: int) -> None:
-        """`generate` is about to bring a prompt of so many tokens, if this cache is empty."""
+    def expect(self, prompt_length: int | None) -> None:
+        """`generate` is about to bring a prompt of so many tokens, if this cache is empty.
+
+        None: it failed, and nobody knows what comes.
+        """
         if self.tokens == 0:
             self._expected = prompt_length
 
@@ -311,12 +314,19 @@ class KVCache(Cache):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        self._check_complete()
         super().batch_select_indices(indices)
         self._select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        self._check_complete()
         super().batch_repeat_interleave(repeats)
         self._select(torch.arange(len(self.row_tokens)).repeat_interleave(repeats))
+
+    def _check_complete(self) -> None:
+        """Before any layer changes: those with a sliding window could, the others could not."""
+        if self.tokens and not self.prompt_complete:
+            raise ValueError("rows cannot be selected before the prompt is complete")
 
     def _select(self, rows: Tensor) -> None:
         self.plan.select_rows(rows)

@@ -285,10 +285,8 @@ class CompressedLayer(CacheLayerMixin):
             self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        if self.seen == 0:
-            return
         if self.state is None:
-            raise ValueError("rows cannot be selected before the prompt is complete")
+            return
         rows = indices.to(self.device, torch.int64)
         self.state.select_rows(rows)
         self.latest.select_rows(rows)
