@@ -118,10 +118,12 @@ class SentenceKV(Method):
             row, window, pooling=self.pooling, kernel=self.kernel, reduce=self.per
         )
         kept, kept_offsets = self.kept(alpha, offsets, retrieved)
-        keys, values = take(row.keys, kept[None]), take(row.values, kept[None])
+        keys = take(row.keys, kept[None])
         means = sentence_means(keys, kept_offsets[None])
         if self.hold == "prompt":
             keys, values = row.keys[:, :, :earlier], row.values[:, :, :earlier]
+        else:
+            values = take(row.values, kept[None])
         return SentenceRow(
             means=means,
             offsets=kept_offsets,
@@ -228,7 +230,7 @@ class SentenceState(LayerState):
         self.exact.append(keys, values, valid)
         recent = self.exact.attend(queries, scale=scale)
         turn, stepping = queries.shape[2] > 1, alone(queries, valid)
-        if self.kept is not None and not (turn and stepping is None):
+        if not turn or stepping is not None:
             self._keep_anew(scale)
         held = self.selected
         if turn:
@@ -251,7 +253,9 @@ class SentenceState(LayerState):
         out, lse = merge_states([recent, found])
         if self.kept is not None and turn:
             several = None if valid is None else valid & (valid.sum(1, keepdim=True) > 1)
-            self.asked.append(torch.cat([queries.float(), lse[..., None]], dim=-1), several)
+            last = slice(max(queries.shape[2] - self.asked.count, 0), None)
+            asked = torch.cat([queries[:, :, last].float(), lse[:, :, last, None]], dim=-1)
+            self.asked.append(asked, None if several is None else several[:, last])
         return out
 
     def _keep_anew(self, scale: float) -> None:
@@ -262,6 +266,8 @@ class SentenceState(LayerState):
         asked = [row[:, max(row.shape[1] - self.method.window, 0) :] for row in asked]
         self.asked.clear()
         queries, lse = stack_rows(asked).split([self.means.shape[3], 1], dim=-1)
+        if lse.shape[2] == 0:
+            return
         counts = torch.tensor([row.shape[1] for row in asked], device=lse.device)
         real = torch.arange(lse.shape[2], device=lse.device) < counts[:, None]
         lse = lse[..., 0].masked_fill(~real[:, None], math.inf)
@@ -319,7 +325,7 @@ class SentenceState(LayerState):
 
     def nbytes(self) -> dict[str, int]:
         tiers = {"device": 0, "host": 0, "disk": 0} | self.stored.nbytes
-        kept = [] if self.kept is None else [self.kept]
+        kept = [] if self.kept is None else [self.kept]  # `sentences` are the plan's
         own = storage_bytes(self.means, self.offsets, *kept, *self.history.tensors)
         tiers["device"] += own + self.exact.nbytes + self.asked.nbytes
         return tiers

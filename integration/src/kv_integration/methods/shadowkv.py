@@ -56,8 +56,10 @@ class ShadowKV(Method):
     budget and the others are forgotten. Chunks of one token have no outliers: nothing is lost in
     their mean.
 
-    Tokens that come together, as those of a later turn or of a draft do, share one selection
-    (Algorithm 2 sums their scores): assisted decoding need not give the tokens of greedy decoding.
+    Tokens that come together, as those of a later turn or of a draft do, attend all chunks, which
+    pass through the device in blocks: assisted decoding need not give the tokens of greedy
+    decoding. Algorithm 2 can select for several tokens at once, by the sum of their scores; a
+    question that is read with such a selection is asked worse, and answered worse.
 
     The paper's text says that keys are factored after RoPE in one place and before it in all
     others; it is before. Values of outlier chunks are stored with the others (0.3% more on the
