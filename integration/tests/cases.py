@@ -52,7 +52,7 @@ LOSSLESS: dict[str, Method] = {
 }
 SMALL: dict[str, Method] = {
     "full": FullKV(),
-    "sentencekv": SentenceKV(budget=12, window=4),
+    "sentencekv": SentenceKV(budget=12, window=4, hold="prompt"),
     "semanticache": SemantiCache(budget=16),
     "sablock": SABlock(budget=12, window=4),
     "shadowkv": ShadowKV(budget=12, window=4, chunk=2, outliers=1, rank=12),
@@ -74,7 +74,7 @@ FEW = ("full", "sablock", "semanticache", "shadowkv", "sekv")
 RETRIEVES = ("quest", "infinigen")
 # What is forgotten while tokens are generated cannot come back.
 FORGETS_ON = ("streamingllm", "h2o")
-# An input of several tokens, a draft's too, chooses once or attends all: not what one by one would.
+# An input of several tokens, a draft's too, attends all that is held: not what one by one would.
 BY_INPUT = ("sentencekv", "shadowkv", "shadowkvplus", "quest", "loki", "infinigen")
 CANNOT_CROP = ("h2o",)
 RECOMPRESSES = ("semanticache", "sablock", "snapkv", "pyramidkv", "chunkkv", "cam", "d2o")

@@ -48,13 +48,16 @@ class Decoder:
         chosen = self.choose(queries)
         return chosen, self.attend(queries, chosen)
 
+    def held(self):
+        """The prompt's tokens that each head may ever attend, but for `always`."""
+        return [list(range(self.prompt.tokens))] * len(self.prompt.keys)
+
     def turn(self, queries, keys, values):
-        """Several tokens [n, H, D]: each attends the whole prompt and the tokens up to itself."""
-        everything = [list(range(self.prompt.tokens))] * len(self.prompt.keys)
+        """Several tokens [n, H, D]: each attends all that is held and the tokens up to itself."""
         out = []
         for q, k, v in zip(queries, keys, values, strict=True):
             self.feed(k, v)
-            out.append(self.attend(q, everything))
+            out.append(self.attend(q, self.held()))
         return np.array(out)
 
 
@@ -131,24 +134,59 @@ def query_directions(prompt, count, last):
 
 class SlowSentenceKV(Decoder):
     def __init__(
-        self, prompt, delimiter, budget, *, window, keep, retrieve, per, group, mode, kernel
+        self, prompt, delimiter, budget, *, window, keep, retrieve, hold, per, group, mode, kernel
     ):
         super().__init__(prompt)
+        self.window, self.keep, self.hold, self.per = window, keep, hold, per
+        self.pooling = mode, kernel
+        self.cut = segments_with_their_end(delimiter)
         window, self.retrieved = windowed(budget, window)
-        earlier = prompt.tokens - window
-        self.always = list(range(earlier, prompt.tokens))
-        scores = window_scores(prompt, window, per_head=per == "kv_head")
-        self.scores = [pooled(s, mode, kernel) for s in scores]
+        self.earlier = prompt.tokens - window
+        self.always = list(range(self.earlier, prompt.tokens))
+        self.keep_best(window_scores(prompt, window, per_head=per == "kv_head"))
+        self.how, self.over = retrieve, {"mean": np.mean, "max": np.max}[group]
+        self.cache, self.ended, self.chosen, self.asked = [], False, None, []
+
+    def keep_best(self, scores):
+        """Of these scores of each head, the sentences of the tokens that are kept, their means."""
+        self.scores = [pooled(s, *self.pooling) for s in scores]
         self.sentences, self.means = [], []
-        for head in prompt.heads:
-            _, keys, _ = prompt.of(head)
-            stored = best(self.scores[head], math.ceil(keep * self.retrieved))
-            kept = [[t for t in s if t in stored] for s in segments_with_their_end(delimiter)]
+        for head in self.prompt.heads:
+            _, keys, _ = self.prompt.of(head)
+            stored = best(self.scores[head], math.ceil(self.keep * self.retrieved))
+            kept = [[t for t in s if t in stored] for s in self.cut]
             kept = [s for s in kept if s]
             self.sentences.append(kept)
             self.means.append([sum(keys[t] for t in s) / len(s) for s in kept])
-        self.how, self.over = retrieve, {"mean": np.mean, "max": np.max}[group]
-        self.cache, self.ended, self.chosen = [], False, None
+
+    def held(self):
+        if self.hold == "prompt":
+            return [list(range(self.earlier))] * len(self.prompt.keys)
+        return [[t for s in own for t in s] for own in self.sentences]
+
+    def turn(self, queries, keys, values, *, ends):
+        for q, end in zip(queries, ends, strict=True):
+            self.look(q, ends=end)
+        before = len(self.keys[0])
+        out = super().turn(queries, keys, values)
+        self.chosen = None
+        for number, q in enumerate(queries, before + 1):
+            self.asked.append([self.paid(q, head, number) for head in self.prompt.heads])
+        return out
+
+    def paid(self, queries, head, came):
+        """What a token that sees `came` later ones pays to the earlier tokens: its group's mean."""
+        _, keys, _ = self.prompt.of(head)
+        seen = [*keys, *self.keys[head][:came]]
+        own = self.group(queries, head)
+        weights = [softmax([self.prompt.scale * (q @ k) for k in seen]) for q in own]
+        return [sum(w[t] for w in weights) / len(own) for t in range(self.earlier)]
+
+    def keep_anew(self):
+        asked, self.asked = np.array(self.asked[-self.window :]).sum(0), []
+        if self.per == "layer":
+            asked = [asked.mean(0)] * len(asked)
+        self.keep_best([list(s) for s in asked])
 
     def step(self, queries, keys, values, *, ends):
         self.look(queries, ends=ends)
@@ -162,6 +200,8 @@ class SlowSentenceKV(Decoder):
         self.ended = ends
 
     def choose(self, queries):
+        if self.hold == "prompt" and self.asked:
+            self.keep_anew()
         if self.how == "sentence" and self.chosen is not None and not self.ended:
             return self.chosen
         mean = sum(self.cache) / len(self.cache)

@@ -105,7 +105,8 @@ class Shadow:
     def step(self, queries, keys, values):
         """New tokens: queries [H_q, Q, D], keys, values [H, Q, D] -> outputs, picks of each head.
 
-        And by how much the last pick was better than the first that was not taken.
+        One token attends the chunks that it picks, several attend all. And by how much the last
+        pick was better than the first that was not taken.
         """
         count = len(keys[0])
         for h in self.heads:
@@ -117,9 +118,10 @@ class Shadow:
         outputs, picks, margins = [], [], [math.inf]
         for h in self.heads:
             own = np.float64(queries[h * group : (h + 1) * group])
-            scores = self.scores(h, own) if self.selected else {}
+            scores = self.scores(h, own[:, -1:]) if self.selected else {}
             order = sorted(scores, key=lambda n: (-scores[n], n))
-            chosen, others = order[: self.selected], order[self.selected :]
+            taken = self.selected if count == 1 else len(order)
+            chosen, others = order[:taken], order[taken:]
             if chosen and others:
                 margins.append(scores[chosen[-1]] / scores[others[0]] - 1)
             picks.append(sorted(chosen))

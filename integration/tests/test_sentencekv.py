@@ -41,15 +41,17 @@ class Conversation:
         row = SentenceRow(
             means=torch.eye(4)[None, None, : len(lengths)],
             offsets=offsets[None],
+            kept=None,
             keys=keys,
             values=keys,
             window=(torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 1, 4)),
             retrieved=retrieved,
+            sentences=offsets,
         )
         self.state = SentenceState([row], self.plan, SentenceKV(budget=8, **options))
 
     def step(self, *queries, token=0, tokens=None):
-        """Generated tokens, each with its query in both heads; the stored tokens they attend."""
+        """New tokens, each with its query in both heads; the sentences' tokens that one attends."""
         count = len(queries)
         self.plan.advance(torch.tensor([tokens or [token] * count]), None)
         given = torch.tensor(queries, dtype=torch.float32).expand(1, 2, count, 4)
@@ -59,6 +61,8 @@ class Conversation:
 
     @property
     def attended(self):
+        if self.state.selected is None:  # after several tokens, which attend all
+            return None
         return [i for i in self.state.selected[0, 0].tolist() if i >= 0]
 
     def crop(self, tokens):
@@ -104,17 +108,26 @@ def test_by_sentence_retrieves_at_the_first_token_and_at_sentence_ends():
     assert talk.step([0, 0, 9, 0]) == [2, 3]
 
 
-def test_a_turn_looks_once_for_the_sentence_that_its_last_token_is_in():
+def test_a_turn_attends_all_and_its_last_sentence_goes_on_in_the_answer():
     a, b, c = [9, 0, 0, 0], [0, 2, 0, 0], [0, 0, 1, 0]
-    assert Conversation([2, 2, 2], retrieved=2).step(a, b, c) == [0, 1]
     talk = Conversation([2, 2, 2], retrieved=2)
-    assert talk.step(a, b, c, tokens=[8, 0, 0]) == [2, 3]  # the first sentence is over
+    assert talk.step(a, b, c, tokens=[8, 0, 0]) is None  # the first sentence is over
+    assert talk.state.traffic() == {"bytes_moved": 6 * 8 * 4, "hits": 0, "misses": 0}
     assert talk.step(c) == [2, 3]  # and the second goes on: 2 against 1 + 1, the earlier first
     assert talk.step(c) == [4, 5]
     talk = Conversation([2, 2, 2], retrieved=2)
     talk.step(a)
-    assert talk.step(b, b, tokens=[0, 8]) == [0, 1]  # the turn went on with the sentence
-    assert talk.step(c, c) == [4, 5]
+    assert talk.step(b, b, tokens=[0, 8]) is None
+    assert talk.step([0, 0, 0, 1], token=8) == [0, 1]  # the turn went on with the sentence
+    assert talk.step(c) == [4, 5]
+
+
+def test_the_answer_to_a_turn_begins_with_sentences_of_its_own():
+    talk = Conversation([2, 2, 2], retrieved=2, retrieve="sentence")
+    assert talk.step([1, 0, 0, 0]) == [0, 1]
+    talk.step([0, 1, 0, 0], [0, 1, 0, 0], tokens=[8, 0])
+    assert talk.step([0, 2, 0, 0]) == [2, 3]
+    assert talk.step([0, 0, 9, 0]) == [2, 3]
 
 
 def test_only_what_changed_moves():
@@ -173,7 +186,7 @@ def test_crop_gives_back_at_most_what_is_remembered():
 
 def test_a_long_turn_leaves_no_more_than_what_is_remembered():
     talk = Conversation([2, 2], retrieved=2)
-    assert talk.step(*[[1, 0, 0, 0]] * 500) == [0, 1]
+    assert talk.step(*[[1, 0, 0, 0]] * 500) is None
     assert talk.plan.count.item() == 500
     history = [*talk.state.history.tensors, *talk.plan.history.tensors]
     held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in history}
@@ -190,14 +203,16 @@ OPTIONS = [
     {"retrieve": "sentence", "keep": 3.0},
     {"per": "kv_head", "group": "max", "keep": 1.0, "pooling": "none", "kernel": 1},
     {"keep": 1.5, "window": 30, "pooling": "avg", "kernel": 3},
+    {"hold": "prompt"},
+    {"hold": "prompt", "per": "kv_head", "window": 2, "keep": 1.0, "retrieve": "sentence"},
 ]
 
 
-def slow_options(budget, *, window=6, keep=2.0, retrieve="step", per="layer", group="mean",
-                 pooling="max", kernel=7):  # fmt: skip
+def slow_options(budget, *, window=6, keep=2.0, retrieve="step", hold="kept", per="layer",
+                 group="mean", pooling="max", kernel=7):  # fmt: skip
     return {
-        "budget": budget, "window": window, "keep": keep, "retrieve": retrieve, "per": per,
-        "group": group, "mode": pooling, "kernel": kernel,
+        "budget": budget, "window": window, "keep": keep, "retrieve": retrieve, "hold": hold,
+        "per": per, "group": group, "mode": pooling, "kernel": kernel,
     }  # fmt: skip
 
 
@@ -218,18 +233,24 @@ def test_the_whole_of_it_by_loops(tokenizer, seed, heads, groups, options):
     loop = SlowSentenceKV(prompt, table[ids].tolist(), **slow_options(15, **options))
     draw = torch.Generator().manual_seed(seed)
     full_stop, word = int(table.nonzero()[0][0]), 2
-    for token in (word, word, full_stop, full_stop, word, word, full_stop, word):
+    said = [[word], [word], [full_stop], [full_stop], [word, full_stop, word], [word], [word],
+            [word, word], [full_stop, full_stop, word], [word], [full_stop], [word]]  # fmt: skip
+    for ids in said:
         queries, keys, values = (
-            torch.randn(n, d, generator=draw)
+            torch.randn(len(ids), n, d, generator=draw)
             for n, d in ((heads * groups, 4), (heads, 4), (heads, 5))
         )
-        plan.advance(torch.tensor([[token]]), None)
+        plan.advance(torch.tensor([ids]), None)
         out = state.step(
-            *(x[None, :, None] for x in (queries, keys, values)), valid=None, scale=0.4
-        )
-        exact = (np.float64(x) for x in (queries, keys, values))
-        chosen, expected = loop.step(*exact, ends=bool(table[token]))
-        np.testing.assert_allclose(out[0, :, 0], expected, atol=1e-5)
+            *(x.transpose(0, 1)[None] for x in (queries, keys, values)), valid=None, scale=0.4
+        )[0].transpose(0, 1)
+        exact = [np.float64(x) for x in (queries, keys, values)]
+        ends = table[ids].tolist()
+        if len(ids) > 1:
+            np.testing.assert_allclose(out, loop.turn(*exact, ends=ends), atol=1e-5)
+            continue
+        chosen, expected = loop.step(*(x[0] for x in exact), ends=ends[0])
+        np.testing.assert_allclose(out[0], expected, atol=1e-5)
         assert attended_of(state, prompt.keys) == chosen
 
 

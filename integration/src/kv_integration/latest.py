@@ -53,6 +53,11 @@ class LatestQueries:
         self._valid = [part.index_select(0, rows) for part in self._valid]
 
     @property
+    def empty(self) -> bool:
+        """Whether no tokens are held."""
+        return self._held == 0
+
+    @property
     def _held(self) -> int:
         return sum(part.shape[1] for part in self._valid)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -49,18 +49,44 @@ class Offloaded:
 
     def attend(self, queries: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
         """Queries [B, H_q, Q, D] over all entries, which pass through the device in blocks."""
-        _, heads, longest, width = self.store.shape
-        counts = self.store.lengths.to(queries.device)
-        row_bytes = heads * width * self.store.dtype.itemsize
-        self.streamed += int(counts.sum()) * row_bytes
-        parts = []
-        for start in range(0, longest, BLOCK):
-            at = torch.arange(start, min(start + BLOCK, longest), device=queries.device)
-            at = torch.where(at < counts[:, None], at, -1)[:, None].expand(-1, heads, -1)
-            keys, values = self._halves(self.store.gather(at))
-            lengths = (at >= 0).sum(-1, dtype=torch.int32)
-            parts.append(attention(queries, keys, values, lengths=lengths, scale=scale))
+        parts = [
+            attention(queries, keys, values, lengths=lengths, scale=scale)
+            for keys, values, lengths in self._blocks(queries.device)
+        ]
         return merge_states(parts)
+
+    def received(self, queries: Tensor, lse: Tensor, *, scale: float) -> Tensor:
+        """What each entry gets of the attention of queries [B, H_q, n, D]: float32[B, H_kv, N].
+
+        s_j = sum_i exp(scale * q_i . k_j - lse_i), the mean of the KV head's query heads.
+
+        lse: float32[B, H_q, n], log of the sum over all that a query attends, these entries among
+        it; inf for one that does not count. Entries that a row does not have get any number.
+        """
+        batch, _, count, dim = queries.shape
+        heads = self.store.shape[1]
+        grouped = queries.float().view(batch, heads, -1, dim)
+        total = lse.view(batch, heads, -1, 1)
+        parts = [
+            torch.exp(scale * grouped @ keys.float().mT - total).sum(2)
+            for keys, _, _ in self._blocks(queries.device)
+        ]
+        return torch.cat(parts, dim=-1) * (count / grouped.shape[2])
+
+    def _blocks(self, device: torch.device) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """All entries: keys and values [B, H_kv, n, D], and how many of a block each row has."""
+        _, heads, longest, width = self.store.shape
+        counts = self.store.lengths.to(device)
+        self.streamed += int(counts.sum()) * heads * width * self.store.dtype.itemsize
+        for start in range(0, longest, BLOCK):
+            at = torch.arange(start, min(start + BLOCK, longest), device=device)
+            at = torch.where(at < counts[:, None], at, -1)[:, None].expand(-1, heads, -1)
+            yield *self._halves(self.store.gather(at)), (at >= 0).sum(-1, dtype=torch.int32)
+
+    def keys(self, indices: Tensor) -> Tensor:
+        """Keys [B, H_kv, K, D] of the entries at `indices` [B, H_kv, K]; zeros for -1."""
+        self.streamed += int((indices >= 0).sum()) * self.store.shape[3] * self.store.dtype.itemsize
+        return self._halves(self.store.gather(indices))[0]
 
     def prefetch(self, indices: Tensor) -> None:
         """Start to move what the next selection, `indices`, will want."""

@@ -2,13 +2,13 @@
 
 Every decoding step attends the entries of the prompt that an index finds for its query, and all
 tokens that came after the prompt. An input of several tokens, a later turn, attends all of the
-prompt, as its own forward pass did.
+prompt, as its own forward pass did (`by_need`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -104,18 +104,12 @@ class Retrieval(LayerState):
     ) -> Tensor:
         self.recent.append(keys, values, valid)
         recent = self.recent.attend(queries, scale=scale)
-        if queries.shape[2] == 1:
-            return merge_states([recent, self._attend_chosen(queries, scale)])[0]
-        found = self.prompt.attend(queries, scale=scale)
-        if valid is not None:
-            # A row whose only new token stands beside other rows' turns takes a decoding step.
-            alone = (valid.sum(1) == 1)[:, None, None]
-            if bool(alone.any()):
-                out, lse = self._attend_chosen(queries[:, :, -1:], scale)
-                found = (
-                    torch.where(alone[..., None], out, found[0]),
-                    torch.where(alone, lse, found[1]),
-                )
+        found = by_need(
+            queries,
+            alone(queries, valid),
+            whole=lambda queries: self.prompt.attend(queries, scale=scale),
+            chosen=lambda last: self._attend_chosen(last, scale),
+        )
         return merge_states([recent, found])[0]
 
     def _attend_chosen(self, queries: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -149,6 +143,45 @@ class Retrieval(LayerState):
 
     def traffic(self) -> dict[str, int]:
         return self.prompt.traffic() if isinstance(self.prompt, Offloaded) else super().traffic()
+
+
+def alone(queries: Tensor, valid: Tensor | None) -> Tensor | None:
+    """bool[B]: rows whose only new token stands beside other rows' turns; None if there is none.
+
+    queries: [B, H_q, Q, D]. valid: bool[B, Q], False for padding.
+    """
+    if valid is None or queries.shape[2] == 1:
+        return None
+    rows = valid.sum(1) == 1
+    return rows if bool(rows.any()) else None
+
+
+def by_need(
+    queries: Tensor,
+    stepping: Tensor | None,
+    *,
+    whole: Callable[[Tensor], tuple[Tensor, Tensor]],
+    chosen: Callable[[Tensor], tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor]:
+    """Attention over what is held of the prompt: of a step over a part, of a turn over all of it.
+
+    A decoding step, queries [B, H_q, 1, D], reads what is `chosen` for it. An input of several
+    tokens is read with the `whole`, as the prompt itself was: what a question is about is known at
+    its last tokens and in later layers only. A choice that all of its tokens share, made in every
+    layer before that is known, would leave their states without what the question asks for. It
+    costs O(T) once per turn.
+
+    stepping: bool[B], the rows that take a step while others take a turn (`alone`). Both functions
+    take queries and return `(out, lse)`.
+    """
+    if queries.shape[2] == 1:
+        return chosen(queries)
+    out, lse = whole(queries)
+    if stepping is None:
+        return out, lse
+    own, own_lse = chosen(queries[:, :, -1:])
+    rows = stepping[:, None, None]
+    return torch.where(rows[..., None], own, out), torch.where(rows, own_lse, lse)
 
 
 def stack_rows(rows: Sequence[Tensor]) -> Tensor:

@@ -103,3 +103,9 @@ def stack_offsets(rows: Sequence[Tensor]) -> Tensor:
     return torch.stack(
         [torch.cat([row, row[:, -1:].expand(-1, longest - row.shape[1])], 1) for row in rows]
     )
+
+
+def stack_indices(rows: Sequence[Tensor]) -> Tensor:
+    """Indices int64[L, n_b] as [B, L, n]: shorter rows end in -1."""
+    longest = max(row.shape[1] for row in rows)
+    return torch.stack([F.pad(row, (0, longest - row.shape[1]), value=-1) for row in rows])

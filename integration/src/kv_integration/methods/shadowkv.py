@@ -20,11 +20,12 @@ from kv_integration.budget import budget_entries, check_budget
 from kv_integration.buffer import KVBuffer
 from kv_integration.eviction import take
 from kv_integration.method import LayerState, Method, Plan, Row
+from kv_integration.offloaded import BLOCK
+from kv_integration.retrieval import alone, by_need
 from kv_integration.storable import storable
 from kv_lowrank import LowRank, split_heads, truncated_svd, unrotate
 from kv_offload import HitCache, TieredStore, storage_bytes
-from kv_policies import top_tokens
-from kv_score import chunk_outliers, landmark_scores
+from kv_score import chunk_outliers
 
 RANK = 160  # the paper's, for keys of 1,024 channels
 
@@ -55,8 +56,10 @@ class ShadowKV(Method):
     budget and the others are forgotten. Chunks of one token have no outliers: nothing is lost in
     their mean.
 
-    Tokens that come together, as those of a later turn or of a draft do, share one selection
-    (Algorithm 2 sums their scores): assisted decoding need not give the tokens of greedy decoding.
+    Tokens that come together, as those of a later turn or of a draft do, attend all chunks, which
+    pass through the device in blocks: assisted decoding need not give the tokens of greedy
+    decoding. Algorithm 2 can select for several tokens at once, by the sum of their scores; a
+    question that is read with such a selection is asked worse, and answered worse.
 
     The paper's text says that keys are factored after RoPE in one place and before it in all
     others; it is before. Values of outlier chunks are stored with the others (0.3% more on the
@@ -209,6 +212,7 @@ class ShadowState(LayerState):
         self.exact = KVBuffer.stack([part.exact for part in parts])
         self.shares = [part.share for part in parts]
         self.selected = [part.share.selected for part in parts]
+        self.streamed = 0  # chunks that later turns read
 
     def step(
         self, queries: Tensor, keys: Tensor, values: Tensor, *, valid: Tensor | None, scale: float
@@ -216,49 +220,55 @@ class ShadowState(LayerState):
         self.exact.append(keys, values, valid)
         if max(self.selected) == 0:
             return self.exact.attend(queries, scale=scale)[0]
-        chunks = self._select(queries, valid, scale)
-        self.hits.prefetch(chunks)  # on CUDA the values come while the exact entries are attended
+        chunks = self._select(queries[:, :, -1:], scale)
+        if queries.shape[2] == 1:
+            self.hits.prefetch(chunks)  # on CUDA values come while the exact entries are attended
         near = self.exact.attend(queries, scale=scale)
-        return merge_states([near, self._rebuilt(queries, chunks, scale)])[0]
+        found = by_need(
+            queries,
+            alone(queries, valid),
+            whole=lambda queries: self._attend_all(queries, scale),
+            chosen=lambda last: self._rebuilt(last, chunks, self.hits.fetch(chunks), scale),
+        )
+        return merge_states([near, found])[0]
 
-    def _select(self, queries: Tensor, valid: Tensor | None, scale: float) -> Tensor:
-        """The best chunks of each KV head, int64[B, H_kv, K], ascending, -1 last."""
+    def _select(self, queries: Tensor, scale: float) -> Tensor:
+        """The best chunks of each KV head for one token: int64[B, H_kv, K], ascending, -1 last."""
         rows = [slice(None)]
         if len(set(self.selected)) > 1:
             rows = [slice(row, row + 1) for row in range(len(self.selected))]
         best = [
-            self._best(
+            landmark_topk(
                 queries[row],
-                None if valid is None else valid[row],
                 self.landmarks[row, :, : self.chunks].to(queries.dtype),
-                self.free[row, :, : self.chunks],
                 count,
-                scale,
+                mask=self.free[row, :, : self.chunks],
+                scale=scale,
             )
             for row, count in zip(rows, self.selected, strict=False)
         ]
         longest = max(self.selected)
         return torch.cat([F.pad(one, (0, longest - one.shape[2]), value=-1) for one in best])
 
-    def _best(
-        self,
-        queries: Tensor,
-        valid: Tensor | None,
-        landmarks: Tensor,
-        free: Tensor,
-        count: int,
-        scale: float,
-    ) -> Tensor:
-        if valid is None:
-            return landmark_topk(queries, landmarks, count, mask=free, scale=scale)
-        scores = landmark_scores(queries, landmarks, scale=scale, mask=free, query_mask=valid)
-        return top_tokens(scores, count, check=False)
+    def _attend_all(self, queries: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Attention over all chunks but the outliers, which pass through the device in blocks."""
+        free = self.free[:, :, : self.chunks]
+        order = free.sort(dim=-1, descending=True, stable=True).indices
+        counts = free.sum(-1, keepdim=True)
+        order = order.where(torch.arange(self.chunks, device=order.device) < counts, -1)
+        self.streamed += int(counts.sum())
+        parts = []
+        for chunks in order[..., : int(counts.max())].split(max(BLOCK // self.method.chunk, 1), -1):
+            parts.append(self._rebuilt(queries, chunks, self.store.gather(chunks), scale))
+        return merge_states(parts)
 
-    def _rebuilt(self, queries: Tensor, chunks: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Attention over these chunks: values from the store, keys from their factors."""
+    def _rebuilt(
+        self, queries: Tensor, chunks: Tensor, values: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Attention over these chunks, `values` [B, H_kv, K, chunk * Dv], by rebuilt keys."""
         size = self.method.chunk
         tokens = tokens_of(chunks, size)
-        values = self.hits.fetch(chunks).unflatten(3, (size, -1)).flatten(2, 3)
+        values = values.unflatten(3, (size, -1)).flatten(2, 3)
         left, (cos, sin) = self.left[:, : self.chunks * size], self._tables(queries)
         if self.method.fp8:
             left, cos, sin, tokens = _picked(left, cos, sin, tokens, queries.dtype)
@@ -307,11 +317,15 @@ class ShadowState(LayerState):
         self.store.select_rows(rows)
         self.exact.select_rows(rows)
 
+    @property
+    def _chunk_bytes(self) -> int:
+        return self.store.shape[3] * self.store.dtype.itemsize
+
     def traffic(self) -> dict[str, int]:
         moved = self.hits.misses + self.hits.prefetched
         asked = self.hits.hits + self.hits.misses
         return {
-            "bytes_moved": self.hits.bytes_moved,
+            "bytes_moved": self.hits.bytes_moved + self.streamed * self._chunk_bytes,
             "hits": (asked - moved) * self.method.chunk,
             "misses": moved * self.method.chunk,
         }
