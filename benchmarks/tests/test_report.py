@@ -58,7 +58,17 @@ def records() -> list[Record]:
                 )
     made.append(Record("needle & <thread>", "accuracy", "aware", 2048, "0", status=OUT_OF_MEMORY))
     made += [
-        Record("perplexity", "perplexity", "agnostic", 512, str(n), score=float(n), scored_tokens=9)
+        Record(
+            task="perplexity",
+            metric="perplexity",
+            mode="agnostic",
+            context=512,
+            sample=str(n),
+            score=float(n),
+            scored_tokens=9,
+            bytes_moved=9 * n * 2**10,
+            hit_rate=n / 4,
+        )
         for n in (1, 2)
     ]
     return made
@@ -95,6 +105,7 @@ def test_one_page_with_all_rows_and_pictures(tmp_path: Path) -> None:
     assert (first["method"], first["budget"], first["score"]) == ("snapkv", "0.1", "0.5")
     assert (first["device_mib"], first["token_ms"]) == ("0.125", "10.0")
     assert saved[5 * 2]["failed"] == "1" and saved[5 * 2]["score"] == ""
+    assert (saved[-1]["hit_rate"], saved[-1]["moved_kib"]) == ("0.375", "1.5")
     assert len((out / "report.md").read_text().split("\n\n")[0].splitlines()) == len(rows) + 2
 
 

@@ -25,7 +25,7 @@ from kv_integration.cli.files import whole_file, write_text
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MIB = 2**20
+KIB, MIB = 2**10, 2**20
 SAME_STEP = 1e-3  # depths are rounded
 COLUMNS = {
     "task": "task",
@@ -41,6 +41,8 @@ COLUMNS = {
     "device_mib": "device MiB",
     "host_mib": "host MiB",
     "full_kv_mib": "full KV MiB",
+    "hit_rate": "hit rate",
+    "moved_kib": "KiB moved per token",
     "ttft_ms": "TTFT ms",
     "token_ms": "ms per token",
     "samples": "samples",
@@ -281,6 +283,7 @@ def figures_of(row: Summary) -> dict[str, object]:
         "device_mib": scaled("device_bytes", row),
         "host_mib": scaled("host_bytes", row),
         "full_kv_mib": scaled("full_kv_bytes", row),
+        "moved_kib": None if row.moved_per_token is None else row.moved_per_token / KIB,
         "ttft_ms": ms("ttft_s", row),
         "token_ms": ms("per_token_s", row),
     }
@@ -295,7 +298,7 @@ def cells(row: Summary) -> list[str]:
             texts.append("-")
         elif name == "budget":
             texts.append("" if row.method == "full" else str(value))
-        elif name in ("score", "score_se") and not row.lower_is_better:
+        elif name == "hit_rate" or (name in ("score", "score_se") and not row.lower_is_better):
             texts.append(f"{float(str(value)):.1%}")
         elif isinstance(value, float):
             texts.append(f"{value:,.0f}" if name.startswith("entries") else f"{value:,.2f}")

@@ -25,7 +25,9 @@ class Summary:
     samples: those with a score; failed: those that ran out of memory. score: mean over samples, for
     perplexity that of all scored tokens together; score_se: its standard error, None for
     perplexity and with fewer than two samples. Entries and bytes are means over samples, times
-    medians; None where no sample has the figure. entries_reached: attended over asked.
+    medians; None where no sample has the figure. entries_reached: attended over asked. hit_rate:
+    share of the retrieved entries that were on the device already; moved_per_token: bytes between
+    tiers over scored tokens, of perplexity alone, where each of them is a step.
     """
 
     task: str
@@ -47,6 +49,8 @@ class Summary:
     host_bytes: float | None
     disk_bytes: float | None
     full_kv_bytes: float | None
+    hit_rate: float | None
+    moved_per_token: float | None
     prefill: str | None
     prefill_s: float | None
     ttft_s: float | None
@@ -84,6 +88,7 @@ def _summary(records: Sequence[Record]) -> Summary:
         return reduce(found) if found else None
 
     asked, attended = over("budget_entries"), over("entries_attended")
+    moved, scored = over("bytes_moved"), over("scored_tokens")
     score, error = _perplexity(done) if first.metric == PERPLEXITY else _mean(done)
     prefills = sorted({record.prefill for record in done if record.prefill is not None})
     return Summary(
@@ -106,6 +111,8 @@ def _summary(records: Sequence[Record]) -> Summary:
         host_bytes=over("host_bytes"),
         disk_bytes=over("disk_bytes"),
         full_kv_bytes=over("full_kv_bytes"),
+        hit_rate=over("hit_rate"),
+        moved_per_token=moved / scored if scored and moved is not None else None,
         prefill=" and ".join(prefills) or None,
         prefill_s=over("prefill_s", statistics.median),
         ttft_s=over("ttft_s", statistics.median),
