@@ -52,8 +52,9 @@ def span_svd(
     Shapes: `x` [B, H, T, D]; `offsets` int64[S+1] from 0 to T for all rows, or [B, S+1] inside
     [0, T] (tokens outside a row's offsets are never read; short rows repeat their last offset).
     Spans of nearly the same length are solved in one batched eigenproblem of the smaller Gram
-    matrix in float64; components below 1e-6 of a span's largest are held as 0. Factors in `dtype`
-    (that of `x` unless given), `sigma` in float32.
+    matrix in float64, or in float32 where that is as good for factors in half precision; components
+    below 1e-6 of a span's largest are held as 0. Factors in `dtype` (that of `x` unless given),
+    `sigma` in float32.
 
     Raises ValueError or TypeError for wrong shapes, dtypes, devices, offsets, `max_rank` < 1, NaN.
     Source: SeKV Eq. 6.
@@ -84,7 +85,7 @@ def span_svd(
         block = x[row[:, None, None], head, place[:, None]]  # [n, H, length, D]
         block.masked_fill_(~real[:, None, :, None], 0.0)
         check_finite("x", block)
-        u, s, vh = small_svds(block.flatten(0, 1), rank)
+        u, s, vh = small_svds(block.flatten(0, 1), rank, dtype)
         kept = s.shape[-1]
         u, s, vh = (part.unflatten(0, (-1, heads)) for part in (u, s, vh))
         member, step = real.nonzero(as_tuple=True)
