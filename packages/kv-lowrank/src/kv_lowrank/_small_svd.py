@@ -3,17 +3,12 @@ side."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
 _SMALLEST = 1e-6  # of a matrix' largest singular value: anything below is rounding, and held as 0
 _STEEP = 1e-4  # below that share of it, directions from the Gram matrix are no longer orthogonal
 _CLEAR = 1e-4  # of the largest eigenvalue: what stands above it is the same for half precision
-_MANY = 32  # eigenproblems that are worth a thread of their own
 
 
 def small_svds(x: Tensor, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,7 +35,7 @@ def small_svds(x: Tensor, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
 def _svds(x: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """u, sigma and vh of x [N, L, D] in its dtype, and the eigenvalues [N, R], which rise."""
     tall = x.shape[-2] > x.shape[-1]
-    values, vectors = _eigh(x.mT @ x if tall else x @ x.mT)
+    values, vectors = torch.linalg.eigh(x.mT @ x if tall else x @ x.mT)
     vectors = vectors[..., -rank:].flip(-1)
     if tall:
         u, vh, axis = x @ vectors, vectors.mT, -2
@@ -56,31 +51,6 @@ def _svds(x: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         product[steep] = _orthonormal(product[steep].movedim(axis, -2)).movedim(-2, axis)
     (vectors if tall else u).mul_(present[..., None, :])
     return u, sigma, vh, values[:, -rank:]
-
-
-def _eigh(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues [N, M], which rise, and eigenvectors as columns [N, M, M], of `gram` [N, M, M].
-
-    torch solves the problems of a batch one after the other on the CPU, whatever its threads.
-    """
-    threads = torch.get_num_threads()
-    parts = min(threads, len(gram) // _MANY) if gram.device.type == "cpu" else 1
-    if parts < 2:
-        values, vectors = torch.linalg.eigh(gram)
-        return values, vectors
-    with _one_thread_each(threads), ThreadPoolExecutor(parts) as pool:
-        solved = list(pool.map(torch.linalg.eigh, gram.tensor_split(parts)))
-    return torch.cat([each[0] for each in solved]), torch.cat([each[1] for each in solved])
-
-
-@contextmanager
-def _one_thread_each(threads: int) -> Iterator[None]:
-    """Keep LAPACK from sharing each small problem among `threads`, which takes longer."""
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _orthonormal(columns: Tensor) -> Tensor:
