@@ -63,3 +63,10 @@ def take(x: Tensor, indices: Tensor) -> Tensor:
     if indices.shape[1] == 1:
         return x.index_select(2, indices[0, 0])
     return x.gather(2, indices[..., None].expand(-1, -1, -1, x.shape[-1]))
+
+
+def add_rows(sums: Tensor, indices: Tensor, rows: Tensor) -> None:
+    """Add rows [1, H, T, D] to those of `sums` [1, H, K, D], contiguous, at indices [1, H, T]."""
+    heads, count, size = sums.shape[1:]
+    first = torch.arange(heads, device=sums.device)[:, None] * count
+    sums.view(-1, size).index_add_(0, (indices + first).flatten(), rows.reshape(-1, size))

@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kv_integration.fingerprint import model_fingerprint
+from kv_lowrank import truncated_svd
 from kv_offload import CacheFileError, load_cache, save_cache
 
 METHOD, VERSION = "sekv-router", 1
@@ -297,6 +298,7 @@ def leading_directions(
     width = keys.shape[-1]
     if not 1 <= routing_dim <= width:
         raise ValueError(f"routing_dim must be within 1 and {width}, got {routing_dim}")
-    rows = keys.double().movedim(-3, 0).flatten(1, -2)  # [H_kv, all tokens, D]
-    vectors = torch.linalg.eigh(rows.mT @ rows).eigenvectors
-    return vectors.flip(-1)[..., :routing_dim].mT.float()
+    rows = keys.movedim(-3, 0).flatten(1, -2)  # [H_kv, all tokens, D]
+    missing = max(routing_dim - rows.shape[1], 0)
+    rows = nn.functional.pad(rows, (0, 0, 0, missing))
+    return truncated_svd(rows, routing_dim, dtype=torch.float32).right

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_lowrank import (
-    _small_svd,
     apply_gates,
     effective_rank,
     gated_error,
@@ -190,6 +189,32 @@ def test_bases_stay_orthonormal_however_fast_the_spectrum_falls(tokens, width, d
         )
 
 
+halves = st.sampled_from([torch.bfloat16, torch.float16])
+
+
+@given(st.integers(4, 40), st.integers(4, 12), st.floats(0.05, 0.99), ranks, halves, seeds)
+def test_half_precision_loses_its_own_rounding_only(tokens, width, decay, max_rank, dtype, seed):
+    # Spans of falling and of flat spectrum, of rank one and of zeros in one call.
+    steep = spectrum(seed, (), tokens, width, decay)
+    flat = spectrum(seed + 1, (), tokens, width, 0.99)
+    x = torch.cat((steep, flat, flat[:1].expand(tokens, -1), torch.zeros(tokens, width)))
+    x = x.to(dtype)[None, None]
+    spans = span_svd(x, torch.arange(5) * tokens, max_rank)
+    for k in range(4):
+        start, stop = k * tokens, (k + 1) * tokens
+        part = x[0, 0, start:stop].double()
+        sigma = torch.linalg.svdvals(part)
+        kept = min(max_rank, len(sigma))
+        slack = 4 * torch.finfo(dtype).eps * sigma[0].item()
+        torch.testing.assert_close(
+            spans.sigma[0, 0, k, :kept].double(), sigma[:kept], atol=slack, rtol=0
+        )
+        rest = part - product(spans, 0, 0, k, start, stop)
+        best = sigma[kept:].square().sum().sqrt()
+        assert rest.norm() <= best + slack
+    assert (spans.sigma[0, 0, 2] > 0).sum() == 1 and not spans.sigma[0, 0, 3].any()
+
+
 @given(shapes, ranks, st.integers(1, 60), seeds)
 def test_slabs_do_not_change_the_spans(shape, max_rank, slab, seed):
     x, offsets = normal(seed, *shape), cuts(seed, shape[0], shape[2])
@@ -209,11 +234,14 @@ def test_threads_do_not_change_the_spans(shape, max_rank, threads, seed):
     batch, _, tokens, _ = shape
     x, offsets = normal(seed, *shape), cuts(seed, batch, tokens)
     expected = span_svd(x, offsets, max_rank)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_small_svd, "_MANY", 1)
-        patch.setattr(torch, "get_num_threads", lambda: threads)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
         with torch.inference_mode():
             got = span_svd(x, offsets, max_rank)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
     for one, other in zip(got[:4], expected[:4], strict=True):
         assert torch.equal(one, other)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kv_integration.budget import check_budget
 from kv_integration.entries import RowEntries
-from kv_integration.eviction import entries_at, take
+from kv_integration.eviction import add_rows, entries_at, take
 from kv_integration.heavy import check_recent, heavy_hitters
 from kv_integration.kept import hold
 from kv_integration.method import LayerState, Method, Plan, Row
@@ -72,7 +72,8 @@ class CaM(Method):
         merged = torch.rand(chance.shape, generator=draws, device=kept.device) < chance
         share = row.values.float() * (merged / takers.shape[-1])[..., None]
         values = take(row.values, kept).float()
+        given = torch.zeros_like(values)  # to each entry as the first of those that take it
+        add_rows(given, first, share)
         for i in range(takers.shape[-1]):
-            at = takers[..., i, None].expand(share.shape)
-            values.scatter_add_(2, at, share)
+            values[:, :, i:] += given[:, :, : count - i]
         return values.to(row.values.dtype)

@@ -17,7 +17,7 @@ from torch.nn.functional import normalize
 
 from kv_integration.budget import check_budget
 from kv_integration.entries import RowEntries
-from kv_integration.eviction import entries_at, take
+from kv_integration.eviction import add_rows, entries_at, take
 from kv_integration.heavy import check_recent, heavy_hitters
 from kv_integration.kept import hold
 from kv_integration.method import LayerState, Method, Plan, Row
@@ -70,8 +70,7 @@ class D2O(Method):
 
         def merged(x: Tensor) -> Tensor:
             sums = take(x, kept).float() * math.e
-            at = nearest[..., None].expand(x.shape)
-            sums.scatter_add_(2, at, x.float() * weight[..., None])
+            add_rows(sums, nearest, x.float() * weight[..., None])
             return (sums / total[..., None]).to(x.dtype)
 
         return entries_at(row, kept, plan, keys=merged(row.keys), values=merged(row.values))

@@ -43,16 +43,17 @@ def pack_spans(spans: SpanFactors, *, threshold: float = 0.0) -> PackedSpans:
     kept = spans.sigma > threshold  # [B, H, S, R]
     ranks = kept.sum(-1)
     batch, heads, count = ranks.shape
-    tokens, rank = spans.left.shape[2:]
+    tokens = spans.left.shape[2]
     lengths = spans.offsets.diff(dim=-1)
     # The span of each token; those before the first and after the last one get an empty row.
     token = torch.arange(tokens, device=kept.device).expand(batch, tokens).contiguous()
-    owner = torch.searchsorted(spans.offsets, token, right=True)[:, None].expand(-1, heads, -1)
+    owner = torch.searchsorted(spans.offsets, token, right=True)
     padded = torch.nn.functional.pad(kept, (0, 0, 1, 1))
-    mask = padded.gather(2, owner[..., None].expand(-1, -1, -1, rank))
+    row = torch.arange(batch, device=kept.device)[:, None]
+    mask = padded[row, :, owner].transpose(1, 2)  # [B, H, T, R]
     return PackedSpans(
-        left=spans.left[mask],
-        sigma=spans.sigma[kept].to(spans.left.dtype),
+        left=spans.left.masked_select(mask),
+        sigma=spans.sigma.masked_select(kept).to(spans.left.dtype),
         right=spans.right[kept],
         ranks=ranks,
         starts=spans.offsets[:, None, :-1].expand(-1, heads, -1).contiguous(),

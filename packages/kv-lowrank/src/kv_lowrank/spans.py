@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
+from typing import NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float, Int64
@@ -21,7 +23,9 @@ from kv_lowrank._checks import (
 )
 from kv_lowrank._small_svd import small_svds
 
+_Slab: TypeAlias = tuple[int, list[tuple[int, int]]]  # length of its spans, their (row, span)
 _SLAB = 1 << 19  # numbers of x that are solved at a time: what they take beside x stays small
+_ONE_EACH = Lock()  # held while torch has one thread: another call must not take that for its count
 
 
 class SpanFactors(NamedTuple):
@@ -52,8 +56,9 @@ def span_svd(
     Shapes: `x` [B, H, T, D]; `offsets` int64[S+1] from 0 to T for all rows, or [B, S+1] inside
     [0, T] (tokens outside a row's offsets are never read; short rows repeat their last offset).
     Spans of nearly the same length are solved in one batched eigenproblem of the smaller Gram
-    matrix in float64; components below 1e-6 of a span's largest are held as 0. Factors in `dtype`
-    (that of `x` unless given), `sigma` in float32.
+    matrix in float64, or in float32 where that is as good for factors in half precision; components
+    below 1e-6 of a span's largest are held as 0. Factors in `dtype` (that of `x` unless given),
+    `sigma` in float32.
 
     Raises ValueError or TypeError for wrong shapes, dtypes, devices, offsets, `max_rank` < 1, NaN.
     Source: SeKV Eq. 6.
@@ -76,7 +81,9 @@ def span_svd(
     empty_row, empty_span = (offsets.diff(dim=-1) == 0).nonzero(as_tuple=True)
     right[empty_row, :, empty_span] = 0.0
     head = torch.arange(heads, device=x.device)[:, None]
-    for length, members in _slabs(buckets, heads * width):
+
+    def solve(slab: _Slab) -> None:
+        length, members = slab
         row, span = torch.tensor(members, device=x.device).unbind(1)
         token = offsets[row, span, None] + torch.arange(length, device=x.device)
         real = token < offsets[row, span + 1, None]
@@ -84,7 +91,7 @@ def span_svd(
         block = x[row[:, None, None], head, place[:, None]]  # [n, H, length, D]
         block.masked_fill_(~real[:, None, :, None], 0.0)
         check_finite("x", block)
-        u, s, vh = small_svds(block.flatten(0, 1), rank)
+        u, s, vh = small_svds(block.flatten(0, 1), rank, dtype)
         kept = s.shape[-1]
         u, s, vh = (part.unflatten(0, (-1, heads)) for part in (u, s, vh))
         member, step = real.nonzero(as_tuple=True)
@@ -92,6 +99,8 @@ def span_svd(
         sigma[row, :, span, :kept] = s.float()
         right[row, :, span, :kept] = vh.to(dtype)
         right[row, :, span, kept:] = 0.0
+
+    _in_threads(solve, list(_slabs(buckets, heads * width)), x.device)
     return SpanFactors(left, sigma, right, offsets, longest)
 
 
@@ -155,6 +164,33 @@ def stored_numbers(spans: SpanFactors, *, threshold: float = 0.0) -> Int64[Tenso
     return kept * (spans.offsets.diff(dim=-1)[:, None] + spans.right.shape[-1] + 1)
 
 
+def _in_threads(call: Callable[[_Slab], None], slabs: list[_Slab], device: torch.device) -> None:
+    """`call` for each of `slabs`, on a CPU in as many threads as torch has, each with one slab.
+
+    LAPACK solves the problems of a batch one after the other, and takes longer where it shares out
+    each of them, small as they are: so torch has one thread in each of ours.
+    """
+    threads = min(torch.get_num_threads(), len(slabs)) if device.type == "cpu" else 1
+    if threads < 2:
+        for slab in slabs:
+            call(slab)
+        return
+    inference = torch.is_inference_mode_enabled()
+
+    def run(slab: _Slab) -> None:
+        with torch.inference_mode(inference), torch.no_grad():
+            call(slab)
+
+    with _ONE_EACH:
+        all_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            with ThreadPoolExecutor(threads) as pool:
+                list(pool.map(run, slabs))  # raises what a slab raised
+        finally:
+            torch.set_num_threads(all_threads)
+
+
 def _buckets(offsets: Tensor) -> dict[int, list[tuple[int, int]]]:
     """(row, span) of every span that is not empty, by its length rounded up by at most an eighth:
     shorter spans get rows of zeros, which leave a decomposition as it is."""
@@ -167,9 +203,7 @@ def _buckets(offsets: Tensor) -> dict[int, list[tuple[int, int]]]:
     return dict(buckets)
 
 
-def _slabs(
-    buckets: dict[int, list[tuple[int, int]]], row_numbers: int
-) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+def _slabs(buckets: dict[int, list[tuple[int, int]]], row_numbers: int) -> Iterator[_Slab]:
     """The buckets in parts of about `_SLAB` numbers, `row_numbers` to a token."""
     for length, members in buckets.items():
         count = max(1, _SLAB // max(1, length * row_numbers))

@@ -8,6 +8,8 @@ those words: int32[words, ..., W], the words in front.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -15,16 +17,28 @@ from torch import Tensor
 _BITS = 24
 
 
+@lru_cache
 def _bits(width: int) -> int:
     """Bits of each word, all words alike."""
     return next(bits for bits in range(min(width, _BITS), 0, -1) if width % bits == 0)
 
 
+@lru_cache
+def _powers(bits: int, device: torch.device) -> Tensor:
+    return (1 << torch.arange(bits, device=device)).float()
+
+
+@lru_cache
+def _own_and_before(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """int32[words, W]: as bits, for each token of a tile itself, and those before it."""
+    ones = torch.ones(width, width, device=device)
+    return pack(ones.diag().diag()), pack(ones.tril(-1))
+
+
 def pack(flags: Tensor) -> Tensor:
     """int32[words, ...]: flags [..., W], each 0 or 1, as bits, by one product."""
     bits = _bits(flags.shape[-1])
-    power = (1 << torch.arange(bits, device=flags.device)).float()
-    words = flags.float().reshape(-1, bits) @ power
+    words = flags.float().reshape(-1, bits) @ _powers(bits, flags.device)
     return words.view(*flags.shape[:-1], -1).movedim(-1, 0).int()
 
 
@@ -40,10 +54,7 @@ def settle(near: Tensor, free: Tensor) -> tuple[Tensor, Tensor]:
     """
     width = free.shape[-1]
     shape = (len(near), *[1] * (free.ndim - 1), width)
-    own, before = (
-        pack(x).view(shape)
-        for x in (near.new_ones(width).diag(), near.new_ones(width, width).tril(-1))
-    )
+    own, before = (bits.view(shape) for bits in _own_and_before(width, near.device))
     near = near & before | own
     left = pack(free)
     seeds = torch.zeros_like(left)

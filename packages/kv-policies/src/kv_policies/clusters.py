@@ -152,13 +152,26 @@ class Chunks:
         """`greedy_clusters` after the checks, at `theta` [B, H]."""
         own = torch.arange(self._tokens, device=theta.device)
         seeds = torch.where(self._valid, own, -1)[:, None].repeat(1, self._heads, 1)
-        # Rounding may lift the cosine of equal keys above 1.
-        theta = theta.masked_fill(theta >= 1, math.inf)
-        for i, stack in enumerate(self._stacks):
-            found = self._solve(i, theta[stack.row])
+        for stack, found in self._solved(theta):
             c, w = stack.inside.nonzero().unbind(1)
             seeds[stack.row[c], :, stack.at[c, w]] = stack.at[c[:, None], found[c, :, w]]
         return seeds
+
+    def count(self, theta: Tensor) -> Tensor:
+        """int64[B, H]: how many of the tokens are seeds at `theta` [B, H]."""
+        seeds = self._valid.sum(1)[:, None].repeat(1, self._heads)
+        for stack, found in self._solved(theta):
+            inner = torch.arange(found.shape[2], device=found.device)
+            absorbed = (found != inner) & stack.inside[:, None]
+            seeds.index_add_(0, stack.row, absorbed.sum(-1), alpha=-1)
+        return seeds
+
+    def _solved(self, theta: Tensor) -> Iterator[tuple[Stack, Tensor]]:
+        """Each stack, and where in its chunk each token's seed is."""
+        # Rounding may lift the cosine of equal keys above 1.
+        theta = theta.masked_fill(theta >= 1, math.inf)
+        for i, stack in enumerate(self._stacks):
+            yield stack, self._solve(i, theta[stack.row])
 
     def _solve(self, i: int, theta: Tensor) -> Tensor:
         """int64[C, H, W]: where in its chunk each token's seed is, tile by tile.

@@ -55,19 +55,14 @@ def threshold_for_budget(
     budget = _check.integer("budget", budget, least=0)
     steps = _check.integer("steps", steps, least=0)
     table, valid = check_inputs(keys, offsets, valid, check=check)
-    positions = torch.arange(keys.shape[2], device=keys.device)
     budget = min(budget, keys.shape[2])
     chunks = Chunks(keys, table, valid, keep=keys.numel())
-
-    def entries(theta: Tensor) -> Tensor:
-        return (chunks.seeds(theta) == positions).sum(-1)
-
     low = keys.new_full(keys.shape[:2], -1.0, dtype=torch.float32)
     high = -low
-    count = entries(low)
+    count = chunks.count(low)
     for _ in range(steps):
         middle = (low + high) / 2
-        found = entries(middle)
+        found = chunks.count(middle)
         met = found <= budget
         low, high = torch.where(met, middle, low), torch.where(met, high, middle)
         count = torch.where(met, found, count)

@@ -18,6 +18,8 @@ from kv_score._checks import (
 )
 from kv_score._groups import REDUCTIONS, Reduce, reduce_groups
 
+_LOG2_E = math.log2(math.e)  # softmax in powers of two, which are the faster ones
+
 
 @torch.no_grad()
 def attend_and_accumulate(
@@ -75,15 +77,18 @@ def attend_and_accumulate(
         for start in range(0, count, block):
             stop = min(start + block, count)
             new, end = stop - start, tokens - count + stop
-            packed = asked[part, :, start:stop].flatten(1, 2).float() * scale
+            packed = asked[part, :, start:stop].flatten(1, 2).float() * (scale * _LOG2_E)
             shape = len(packed), group * new, end
             weights = room[: math.prod(shape)].view(shape)
             torch.bmm(packed, own_keys[..., :end], out=weights)
             latest = weights.unflatten(1, (group, new))[..., end - new :]
             latest.masked_fill_(future[:new, :new], -math.inf)
-            torch.softmax(weights, -1, out=weights)
-            attended = weights.to(values.dtype) @ own_values[:, :end]
+            # The rows are divided by their sums not here but where they are added up.
+            weights.sub_(weights.amax(-1, keepdim=True)).exp2_()
+            share = weights.sum(-1, keepdim=True).reciprocal_()
+            attended = (weights.to(values.dtype) @ own_values[:, :end]).mul_(share)
             out[part, :, start:stop] = attended.unflatten(1, (group, new))
-            received[part, :, :end] += weights.unflatten(1, (group, new)).sum(2)
+            sums = share.view(-1, 1, new) @ weights.view(-1, new, end)
+            received[part, :, :end] += sums.view(-1, group, end)
     scores = reduce_groups(received.unflatten(0, (batch, kv_heads)), reduce)
     return out.view(batch, heads, count, width), scores
