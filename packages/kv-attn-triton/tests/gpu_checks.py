@@ -32,10 +32,10 @@ def step(dtype=torch.bfloat16, size=128, n=3000, queries=1, heads=2, group=4):
     offsets = torch.tensor([0, 40, 41, 41, n // 3, n // 3 + 70, n])
     count = len(offsets) - 1
     spans = torch.tensor([[3, 0, -1, 2, 5], [1, -1, 4, -1, -1]]).expand(1, -1, -1).clone()
-    bases = (
-        (random(1, heads, count, span_rank, size, seed=seed) / span_rank**0.5).to(dtype)
-        for seed in (9, 10)
-    )
+
+    def basis(rank, seed, *spans):
+        return (random(1, heads, *spans, rank, size, seed=seed) / rank**0.5).to(dtype)
+
     return {
         "q": random(1, heads * group, queries, size, dtype=dtype, seed=1),
         "k": random(1, heads, n, size, dtype=dtype, seed=2),
@@ -44,13 +44,13 @@ def step(dtype=torch.bfloat16, size=128, n=3000, queries=1, heads=2, group=4):
         "lengths": torch.tensor([[n, n // 3]], dtype=torch.int32),
         "indices": indices,
         "left": random(1, n, rank, dtype=dtype, seed=7),
-        "right": (random(1, heads, rank, size, seed=8) / rank**0.5).to(dtype),
+        "right": basis(rank, 8),
         "cos": angle.cos(),
         "sin": angle.sin(),
         "k_left": random(1, heads, n, span_rank, dtype=dtype, seed=11),
-        "k_right": next(bases),
+        "k_right": basis(span_rank, 9, count),
         "v_left": random(1, heads, n, span_rank, dtype=dtype, seed=12),
-        "v_right": next(bases),
+        "v_right": basis(span_rank, 10, count),
         "offsets": offsets,
         "spans": spans,
     }

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from laws import DTYPES, LSE, OUT, both, laws, naive, plain
+from laws import DTYPES, INTERPRETER, LSE, OUT, both, laws, naive, plain
 
 import kv_attn_triton as kv
 from kv_attn_triton import attention, merge_states, span_attention
@@ -135,7 +135,7 @@ def test_any_number_of_spans_at_a_time(p, elements):
         near(p, p.call("reference"), wanted, values)
 
 
-@laws(20)
+@laws(INTERPRETER)
 @given(p=problems(), entries=st.integers(1, 20), processors=st.integers(1, 4))
 def test_spans_cut_into_pieces_and_shared_by_any_number_of_programs(p, entries, processors):
     wanted, (_, values) = p.wanted()
