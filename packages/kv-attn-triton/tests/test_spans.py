@@ -15,6 +15,7 @@ from laws import DTYPES, INTERPRETER, LSE, OUT, both, laws, naive, plain
 
 import kv_attn_triton as kv
 from kv_attn_triton import attention, merge_states, span_attention
+from kv_attn_triton import spans as public
 from kv_attn_triton.kernels import launch
 from kv_attn_triton.kernels import spans as kernel
 from kv_attn_triton.reference import spans as plain_spans
@@ -215,6 +216,23 @@ def test_nothing_attended_is_zero(impl):
     )
     out, lse = p.call(impl)
     assert torch.equal(out, torch.zeros(1, 2, 1, 4)) and bool((lse == -math.inf).all())
+
+
+@pytest.mark.parametrize("rank", [128, 129])
+def test_auto_takes_the_kernel_up_to_its_largest_rank(rank, monkeypatch):
+    """As on CUDA, where `auto` may take it."""
+
+    def kernel_ran(*args):
+        raise AssertionError("the kernel ran")
+
+    monkeypatch.setattr(public, "use_triton", lambda impl, tensor: True)
+    monkeypatch.setattr(kernel, "span_attention", kernel_ran)
+    wide = {"k_left": torch.ones(1, 2, 5, rank), "k_right": torch.ones(1, 2, 2, rank, 8)}
+    if rank <= public.RANKS:
+        with pytest.raises(AssertionError, match="the kernel ran"):
+            span_attention(**{**GOOD, **wide})
+    else:
+        assert span_attention(**{**GOOD, **wide})[0].shape == (1, 4, 1, 6)
 
 
 GOOD = {
