@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kv_attn_triton.kernels import attention, cluster, columns, landmarks, lowrank, merge
+from kv_attn_triton.kernels import attention, cluster, columns, landmarks, lowrank, merge, spans
 
 POINTERS = {
     "log_size": "*fp32",
@@ -30,10 +30,13 @@ POINTERS = {
     "part_out": "*fp32",
     "mask": "*u8",
     "offsets": "*i64",
+    "spans": "*i64",
     "seeds": "*i64",
     "cos": "*fp32",
     "sin": "*fp32",
 }
+ELEMENTS = ("q", "k", "v", "left", "right", "keys", "out")
+ELEMENTS += ("k_left", "k_right", "v_left", "v_right")
 # strides that are multiples of 16 in a real launch, and pointers that torch aligned
 ALIGNED = {
     "k_b",
@@ -49,6 +52,8 @@ ALIGNED = {
     "r_r",
     "q_b",
     "q_h",
+    *(f"{factor}_{stride}" for factor in ("kl", "vl") for stride in "bhn"),
+    *(f"{factor}_{stride}" for factor in ("kr", "vr") for stride in "bhs"),
 }
 
 
@@ -60,7 +65,7 @@ def compile_for(kernel, capability, element="bf16", stages=3, warps=4, types=(),
     function = kernel.fn if isinstance(kernel, triton.runtime.Autotuner) else kernel
     names = function.arg_names
     kinds = {name: "i32" for name in names}
-    kinds |= {name: f"*{element}" for name in ("q", "k", "v", "left", "right", "keys", "out")}
+    kinds |= {name: f"*{element}" for name in ELEMENTS}
     kinds |= {"scale": "fp32", "theta": "fp32", **POINTERS, **dict(types)}
     kinds = {name: "constexpr" if name in constants else kinds[name] for name in names}
     fixed = {(names.index(name),): value for name, value in constants.items()}
@@ -131,6 +136,30 @@ def lowrank_kernel(capability, element, size, block, stages, warps, turned=None,
         GATHERED=True,
         HAS_LOG_SIZE=True,
         PRECISION="tf32x3" if element == "fp32" else "tf32",
+    )
+
+
+def span_kernel(capability, element, size, block, stages, warps, rank=32):
+    return compile_for(
+        spans._span_kernel,
+        capability,
+        element,
+        stages,
+        warps,
+        [("out", "*fp32")],
+        Q=1,
+        R=4,
+        ROWS=16,
+        D=size,
+        DV=size,
+        RANK=rank,
+        VALUE_RANK=rank,
+        BLOCK_D=power(size),
+        BLOCK_DV=power(size),
+        BLOCK_RANK=power(rank),
+        BLOCK_VALUE_RANK=power(rank),
+        PRECISION="tf32x3" if element == "fp32" else "tf32",
+        BLOCK_N=block,
     )
 
 
@@ -221,6 +250,7 @@ def one_of_each():
     split_kernel(90, "bf16", 128, 64, 2, 4, CAUSAL=True, HAS_STARTS=True)
     split_kernel(80, "fp16", 80, 32, 2, 4, HAS_LENGTHS=False, HAS_INDICES=True)
     lowrank_kernel(80, "bf16", 80, 32, 2, 4, turned=64)
+    span_kernel(80, "bf16", 80, 32, 2, 4)
     state_kernel(80, "bf16", 64, 64, 2, 4)
     column_kernel(80, "bf16", 64, 64, 2, 4)
     select_kernel(90, 1024)
@@ -261,6 +291,8 @@ def everything():
                     show(split_kernel(*case, HAS_LENGTHS=False, HAS_INDICES=True), *case)
                     show(split_kernel(*case, rows=64, CAUSAL=True), *case)
                     show(lowrank_kernel(*case), *case)
+                    show(span_kernel(*case), *case)
+                    show(span_kernel(*case, rank=min(size, 128)), *case)
                     show(state_kernel(*case), *case)
                     show(state_kernel(*case, keep=True, causal=False), *case)
                     show(column_kernel(*case), *case)

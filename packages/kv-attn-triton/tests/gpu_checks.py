@@ -6,6 +6,8 @@ for the device, no memory taken but for results, keys and values read from pinne
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from laws import DTYPES, agree, naive
 
@@ -21,12 +23,19 @@ def random(*shape, dtype=torch.float32, seed=0):
 
 def step(dtype=torch.bfloat16, size=128, n=3000, queries=1, heads=2, group=4):
     """Inputs of a decode step, on the CPU."""
-    rank, picked = 48, 500
+    rank, span_rank, picked = 48, 24, 500
     angle = random(1, n, size // 2, seed=5)
     angle = torch.cat([angle, angle], 2)
     order = torch.randperm(n, generator=torch.Generator().manual_seed(6))[:picked].sort().values
     indices = order.expand(1, heads, -1).clone()
     indices[:, :, -3:] = -1
+    offsets = torch.tensor([0, 40, 41, 41, n // 3, n // 3 + 70, n])
+    count = len(offsets) - 1
+    spans = torch.tensor([[3, 0, -1, 2, 5], [1, -1, 4, -1, -1]]).expand(1, -1, -1).clone()
+
+    def basis(rank, seed, *spans):
+        return (random(1, heads, *spans, rank, size, seed=seed) / rank**0.5).to(dtype)
+
     return {
         "q": random(1, heads * group, queries, size, dtype=dtype, seed=1),
         "k": random(1, heads, n, size, dtype=dtype, seed=2),
@@ -35,9 +44,15 @@ def step(dtype=torch.bfloat16, size=128, n=3000, queries=1, heads=2, group=4):
         "lengths": torch.tensor([[n, n // 3]], dtype=torch.int32),
         "indices": indices,
         "left": random(1, n, rank, dtype=dtype, seed=7),
-        "right": (random(1, heads, rank, size, seed=8) / rank**0.5).to(dtype),
+        "right": basis(rank, 8),
         "cos": angle.cos(),
         "sin": angle.sin(),
+        "k_left": random(1, heads, n, span_rank, dtype=dtype, seed=11),
+        "k_right": basis(span_rank, 9, count),
+        "v_left": random(1, heads, n, span_rank, dtype=dtype, seed=12),
+        "v_right": basis(span_rank, 10, count),
+        "offsets": offsets,
+        "spans": spans,
     }
 
 
@@ -53,7 +68,10 @@ def run(x, causal=False):
     )
     merged = kv.merge_states([whole, some, built], impl="triton")
     best = kv.landmark_topk(q, k, 64, impl="triton")
-    return [*whole, *some, *built, *merged, best]
+    factors = (x["k_left"], x["k_right"], x["v_left"], x["v_right"])
+    longest = k.shape[2]
+    fine = kv.span_attention(q, *factors, x["offsets"], x["spans"], longest=longest, impl="triton")
+    return [*whole, *some, *built, *merged, best, *fine]
 
 
 def on_device(x):
@@ -85,6 +103,7 @@ def check_results():
         lowest = scores.sort(-1, descending=True).values[..., 63]
         assert bool((chosen.amin(-1) >= lowest - 1e-5).all())
         assert bool((got[8].diff(dim=-1) > 0).all())
+        agree(got[9:11], *of_spans(x))
         window = kv.window_scores(y["q"], y["k"], impl="triton").cpu()
         torch.testing.assert_close(
             window, kv.window_scores(x["q"], x["k"], impl="reference"), atol=1e-4, rtol=1e-4
@@ -93,6 +112,28 @@ def check_results():
         theta = far_from_cosines(x["k"])
         seeds = kv.cluster(y["k"], offsets, theta=theta, impl="triton").cpu()
         assert torch.equal(seeds, kv.cluster(x["k"], offsets, theta=theta, impl="reference"))
+
+
+def of_spans(x):
+    """Attention over the listed spans, every key and value rebuilt; and the values."""
+    bounds = x["offsets"].tolist()
+    keys, values = (
+        torch.cat(
+            [
+                x[f"{name}_left"][:, :, low:high].double() @ x[f"{name}_right"][:, :, span].double()
+                for span, (low, high) in enumerate(pairwise(bounds))
+            ],
+            2,
+        )
+        for name in "kv"
+    )
+    entries = [
+        [i for span in row if span >= 0 for i in range(bounds[span], bounds[span + 1])]
+        for row in x["spans"][0].tolist()
+    ]
+    longest = max(len(row) for row in entries)
+    indices = torch.tensor([[[*row, *[-1] * (longest - len(row))] for row in entries]])
+    return naive(x["q"], keys, values, indices=indices), values
 
 
 def far_from_cosines(keys):
@@ -144,7 +185,7 @@ def check_pinned_host_memory():
     x = step()
     y = on_device(x)
     wanted = run(y)
-    for name in ("k", "v"):
+    for name in ("k", "v", "k_left", "k_right", "v_left", "v_right"):
         y[name] = x[name].pin_memory()
     for a, b in zip(run(y), wanted, strict=True):
         assert torch.equal(a, b)

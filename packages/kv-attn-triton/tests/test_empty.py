@@ -31,6 +31,20 @@ CALLS = {
         ),
         STATE,
     ),
+    "spans": (
+        lambda impl: kv.span_attention(
+            Q,
+            torch.ones(0, 2, 5, 3),
+            torch.ones(0, 2, 2, 3, 8),
+            torch.ones(0, 2, 5, 4),
+            torch.ones(0, 2, 2, 4, 6),
+            torch.tensor([0, 2, 5]),
+            IDX,
+            longest=3,
+            impl=impl,
+        ),
+        STATE,
+    ),
     "landmarks": (lambda impl: kv.landmark_topk(Q, K, 3, impl=impl), (0, 2, 3)),
     "window": (lambda impl: kv.window_scores(Q, K, impl=impl), (0, 4, 4)),
     "cluster": (
@@ -47,14 +61,6 @@ def test_an_empty_batch(case, impl):
     got = call(impl)
     shapes = tuple(x.shape for x in got) if isinstance(got, tuple) else got.shape
     assert shapes == wanted
-
-
-def test_an_empty_batch_of_spans():
-    left, right = torch.ones(0, 2, 5, 3), torch.ones(0, 2, 2, 3, 8)
-    narrow = torch.ones(0, 2, 2, 3, 6)
-    args = (Q, left, right, left, narrow, torch.tensor([0, 2, 5]), IDX)
-    out, lse = kv.span_attention(*args, longest=3)
-    assert (out.shape, lse.shape) == STATE
 
 
 def test_an_empty_batch_merges():

@@ -15,6 +15,7 @@ from triton.runtime.interpreter import GridExecutor
 import kv_attn_triton as kv
 from kv_attn_triton.kernels import attention as kernel
 from kv_attn_triton.kernels import landmarks, launch
+from kv_attn_triton.kernels import spans as span_kernel
 
 CPU = torch.device("cpu")
 
@@ -91,6 +92,10 @@ def steps():
     parts = [kv.attention(q, k, v), kv.attention(q, k[:, :, :9], v[:, :, :9])]
     starts = torch.tensor([[0, 100]])
     flat = k[0, 0], v[0, 0]
+    # factors that heads share, and a bound on the length that makes two pieces
+    lefts, rights = torch.randn(2, 600, 5), torch.randn(2, 3, 5, 16)
+    factors = [x.expand(1, 2, *x.shape) for pair in zip(lefts, rights, strict=True) for x in pair]
+    offsets, spans = torch.tensor([[0, 9, 30, 590]]), torch.tensor([[[2, 0, -1], [1, -1, -1]]])
     return {
         "attention": (2, lambda i: kv.attention(q, k, v, lengths=lengths, causal=True, impl=i)),
         "selected": (2, lambda i: kv.selected_attention(q, k, v, indices, impl=i)),
@@ -101,6 +106,10 @@ def steps():
         "ragged": (
             2,
             lambda i: kv.ragged_attention(q, *flat, starts, lengths, impl=i),
+        ),
+        "spans": (
+            2,
+            lambda i: kv.span_attention(q, *factors, offsets, spans, longest=560, impl=i),
         ),
         "merge": (2, lambda i: kv.merge_states(parts, impl=i)),
         "landmarks": (1, lambda i: kv.landmark_topk(q, k, 20, impl=i)),
@@ -113,7 +122,16 @@ def test_a_step_makes_nothing_but_its_results(name, monkeypatch):
     outputs, step = steps()[name]
     wanted = step("reference")
     step("triton")
-    checks = {"aminmax", "eq", "min", "max", "add", "_local_scalar_dense"}  # of values, CPU only
+    checks = {
+        "aminmax",
+        "eq",
+        "min",
+        "max",
+        "add",
+        "diff",
+        "sub",
+        "_local_scalar_dense",
+    }  # of values, CPU only
     with Recorded(monkeypatch) as recorded:
         got = step("triton")
     made = [op for op in recorded.made if op not in checks and not op.startswith("fill")]
@@ -179,6 +197,9 @@ def test_more_query_rows_than_a_program_takes(dtype):
     table = torch.zeros(1, 100, 0)
     got = kv.lowrank_attention(q, left, right, v, indices, table, table, impl="triton")
     agree(got, naive(q, k[:, :1].expand_as(k), v, indices=indices), v)
+    right = right.unsqueeze(2)
+    args = (q, k, right, v, right, torch.tensor([0, 100]), torch.zeros(1, 2, 1, dtype=torch.int64))
+    agree(kv.span_attention(*args, longest=100, impl="triton"), naive(q, k, v), v)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
@@ -204,3 +225,15 @@ def test_values_out_of_range_answer_with_nan_and_read_nothing_outside():
         lengths = torch.tensor([[length, 200]], dtype=torch.int32)
         state = kernel.ragged_attention(q, k[0, 0], v[0, 0], starts, lengths, None, 1.0)
         one_head_is_nan(state)
+    factors = [k, torch.zeros(1, 2, 4, 8, 8), v, torch.eye(8).expand(1, 2, 4, -1, -1)]
+    for span, start, stop in (
+        (4, 50, 100),
+        (-2, 50, 100),
+        (1 << 40, 50, 100),
+        (1, -1, 50),
+        (1, 150, 201),
+        (1, 50, 49),
+        (1, 50, 151),  # longer than `longest`
+    ):
+        offsets, spans = torch.tensor([0, start, stop, 190, 200]), torch.tensor([[[span], [3]]])
+        one_head_is_nan(span_kernel.span_attention(q, *factors, offsets, spans, 100, 1.0))

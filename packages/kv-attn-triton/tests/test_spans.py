@@ -11,10 +11,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from laws import DTYPES, LSE, OUT, laws, naive, plain
+from laws import DTYPES, INTERPRETER, LSE, OUT, both, laws, naive, plain
 
 import kv_attn_triton as kv
 from kv_attn_triton import attention, merge_states, span_attention
+from kv_attn_triton import spans as public
+from kv_attn_triton.kernels import launch
+from kv_attn_triton.kernels import spans as kernel
 from kv_attn_triton.reference import spans as plain_spans
 
 
@@ -34,9 +37,9 @@ class Spans:
     def longest(self):
         return max(1, int(self.offsets.diff(dim=-1).max())) if self.offsets.shape[-1] > 1 else 1
 
-    def call(self, **kw):
+    def call(self, impl="auto", **kw):
         args = [self.q, self.k_left, self.k_right, self.v_left, self.v_right, self.offsets]
-        return span_attention(*args, self.spans, **{"longest": self.longest, **kw})
+        return span_attention(*args, self.spans, impl=impl, **{"longest": self.longest, **kw})
 
     def bounds(self, b):
         return (self.offsets if self.offsets.dim() == 1 else self.offsets[b]).tolist()
@@ -79,8 +82,8 @@ class Spans:
 @st.composite
 def problems(draw, dtypes=DTYPES):
     batch, heads = draw(st.integers(1, 2)), draw(st.integers(1, 3))
-    group, queries = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    size, value_size = draw(st.sampled_from([(8, 8), (20, 16), (16, 5)]))
+    group, queries = draw(st.integers(1, 3)), draw(st.integers(1, 8))
+    size, value_size = draw(st.sampled_from([(8, 8), (20, 16), (16, 5), (80, 80), (96, 64)]))
     rank, value_rank = draw(st.integers(1, 9)), draw(st.integers(1, 5))
     count, n = draw(st.integers(0, 6)), draw(st.integers(0, 40))
     dtype = draw(st.sampled_from(dtypes))
@@ -119,11 +122,10 @@ def near(p, got, wanted, values):
     assert bool((shift <= LSE[torch.float32] * wanted_lse[~empty].abs().clamp_min(1)).all())
 
 
-@laws()
-@given(p=problems(), scale=st.sampled_from([None, 0.3]))
-def test_equals_rebuilding_every_key_and_value(p, scale):
+@both(p=problems(), scale=st.sampled_from([None, 0.3]))
+def test_equals_rebuilding_every_key_and_value(impl, p, scale):
     wanted, (_, values) = p.wanted(scale)
-    near(p, p.call(scale=scale), wanted, values)
+    near(p, p.call(impl, scale=scale), wanted, values)
 
 
 @laws(2)
@@ -131,12 +133,22 @@ def test_equals_rebuilding_every_key_and_value(p, scale):
 def test_any_number_of_spans_at_a_time(p, elements):
     wanted, (_, values) = p.wanted()
     with patch.object(plain_spans, "FETCHED", elements):
-        near(p, p.call(), wanted, values)
+        near(p, p.call("reference"), wanted, values)
 
 
-@laws()
-@given(p=problems())
-def test_poison_in_spans_that_are_not_attended_never_leaks(p):
+@laws(INTERPRETER)
+@given(p=problems(), entries=st.integers(1, 20), processors=st.integers(1, 4))
+def test_spans_cut_into_pieces_and_shared_by_any_number_of_programs(p, entries, processors):
+    wanted, (_, values) = p.wanted()
+    with (
+        patch.object(kernel, "PIECE", entries),
+        patch.object(launch, "_processors", lambda device: processors),
+    ):
+        near(p, p.call("triton"), wanted, values)
+
+
+@both(p=problems())
+def test_poison_in_spans_that_are_not_attended_never_leaks(impl, p):
     batch, heads, n = p.k_left.shape[:3]
     entry = torch.ones(batch, heads, n, dtype=torch.bool)
     span = torch.ones(p.k_right.shape[:3], dtype=torch.bool)
@@ -156,20 +168,18 @@ def test_poison_in_spans_that_are_not_attended_never_leaks(p):
         v_left=rows(p.v_left),
         v_right=bases(p.v_right),
     )
-    got, clean = dirty.call(), p.call()
+    got, clean = dirty.call(impl), p.call(impl)
     assert torch.equal(got[0], clean[0]) and torch.equal(got[1], clean[1])
 
 
-@laws()
-@given(p=problems(dtypes=(torch.float32,)), more=st.integers(1, 9))
-def test_a_larger_bound_on_the_length_changes_nothing(p, more):
+@both(p=problems(dtypes=(torch.float32,)), more=st.integers(1, 9))
+def test_a_larger_bound_on_the_length_changes_nothing(impl, p, more):
     wanted, (_, values) = p.wanted()
-    near(p, p.call(longest=p.longest + more), wanted, values)
+    near(p, p.call(impl, longest=p.longest + more), wanted, values)
 
 
-@laws(4)
-@given(p=problems(dtypes=(torch.float32,)))
-def test_one_softmax_over_spans_and_exact_entries(p):
+@both(p=problems(dtypes=(torch.float32,)))
+def test_one_softmax_over_spans_and_exact_entries(impl, p):
     """Merged with attention over other entries: attention over all of them."""
     (out, lse), (_, values) = p.wanted()
     k, v = torch.randn(2, *p.k_left.shape[:2], 7, p.q.shape[3])
@@ -179,11 +189,22 @@ def test_one_softmax_over_spans_and_exact_entries(p):
     shares = [(x - top).exp().unsqueeze(-1) for x in (lse, exact[1])]
     wanted = (shares[0] * out + shares[1] * exact[0]) / (shares[0] + shares[1])
     total = top + (shares[0] + shares[1]).squeeze(-1).log()
-    got = merge_states([p.call(), attention(p.q, k, v)])
+    got = merge_states([p.call(impl), attention(p.q, k, v)])
     near(p, got, (wanted, total), torch.cat([values.flatten(), v.double().flatten()]))
 
 
-def test_nothing_attended_is_zero():
+@both(p=problems(), seed=st.integers(0, 99))
+def test_lists_in_any_order_and_in_parts_equal_the_whole(impl, p, seed):
+    wanted, (_, values) = p.wanted()
+    rng = torch.Generator().manual_seed(seed)
+    order = torch.rand(p.spans.shape, generator=rng).argsort(-1)
+    mixed, cut = p.spans.gather(2, order), p.spans.shape[2] // 3
+    parts = [replace(p, spans=x.contiguous()) for x in (mixed[..., :cut], mixed[..., cut:])]
+    near(p, merge_states([part.call(impl) for part in parts]), wanted, values)
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_nothing_attended_is_zero(impl):
     p = Spans(
         torch.ones(1, 2, 1, 4),
         torch.full((1, 1, 3, 2), torch.nan),
@@ -193,8 +214,25 @@ def test_nothing_attended_is_zero():
         torch.tensor([0, 3]),
         torch.tensor([[[-1, -1]]]),
     )
-    out, lse = p.call()
+    out, lse = p.call(impl)
     assert torch.equal(out, torch.zeros(1, 2, 1, 4)) and bool((lse == -math.inf).all())
+
+
+@pytest.mark.parametrize("rank", [128, 129])
+def test_auto_takes_the_kernel_up_to_its_largest_rank(rank, monkeypatch):
+    """As on CUDA, where `auto` may take it."""
+
+    def kernel_ran(*args):
+        raise AssertionError("the kernel ran")
+
+    monkeypatch.setattr(public, "use_triton", lambda impl, tensor: True)
+    monkeypatch.setattr(kernel, "span_attention", kernel_ran)
+    wide = {"k_left": torch.ones(1, 2, 5, rank), "k_right": torch.ones(1, 2, 2, rank, 8)}
+    if rank <= public.RANKS:
+        with pytest.raises(AssertionError, match="the kernel ran"):
+            span_attention(**{**GOOD, **wide})
+    else:
+        assert span_attention(**{**GOOD, **wide})[0].shape == (1, 4, 1, 6)
 
 
 GOOD = {
@@ -302,10 +340,11 @@ BAD = {
         ValueError,
         "impl must be 'auto', 'triton' or 'reference', got 'cpu'",
     ),
-    "no kernel": (
-        {"impl": "triton"},
+    "rank for the kernel": (
+        {"k_left": torch.ones(1, 2, 5, 129), "k_right": torch.ones(1, 2, 2, 129, 8)}
+        | {"impl": "triton"},
         ValueError,
-        "impl='triton' cannot be met: span_attention has no kernel",
+        "impl='triton' cannot be met: ranks up to 128 fit, got 129",
     ),
 }
 

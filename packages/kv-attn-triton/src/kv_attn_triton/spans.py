@@ -10,6 +10,8 @@ from . import checks
 from .dispatch import Impl, use_triton
 from .reference import spans as plain
 
+RANKS = 128  # up to which the kernel's tiles of right factors fit in shared memory
+
 
 def span_attention(
     q: Float[Tensor, "B Hq Q D"],
@@ -30,16 +32,18 @@ def span_attention(
     left factor, `longest` at most (short rows repeat their last offset). spans: int64[B, H_kv, E],
     the spans that are attended, -1 is skipped; the others are never read. Factors have q's dtype,
     with the singular values on either side, and are those of keys as they are attended (rotated).
+    With q on CUDA they may lie in pinned host memory, which the kernel reads itself.
 
     Neither keys nor values are rebuilt: q k_n = k_left_n (k_right_s q), and the sum over a span's
     values is (sum_n p_n v_left_n) v_right_s. Products, softmax and sums are float32.
 
-    All spans skipped gives zeros and lse = -inf. There is no Triton kernel: "auto" is torch on
-    every device.
+    All spans skipped gives zeros and lse = -inf. The kernel takes ranks up to 128; past that "auto"
+    is torch on CUDA as well.
 
-    Raises ValueError for shapes, devices, offsets, spans, longest or impl="triton", TypeError for
-    dtypes. Values of offsets and spans are checked on the CPU; on CUDA spans out of range raise
-    from the device. Source: SeKV Eqs. 6 to 8 and section 3.3.
+    Raises ValueError for shapes, devices, offsets, spans, longest or impl, TypeError for dtypes.
+    On CUDA, where that would wait for the device, values of offsets and spans are not checked: a
+    head that lists a span out of range, or one longer than `longest`, is answered with NaN.
+    Source: SeKV Eqs. 6 to 8 and section 3.3.
     """
     checks.check_rank("q", q, 4)
     checks.check_float(q)
@@ -51,7 +55,6 @@ def span_attention(
     ):
         checks.check_rank(name, x, rank)
         checks.check_like(name, x, q)
-        checks.check_on_device(q, **{name: x})
     batch, heads, n, rank = k_left.shape
     checks.check_groups(q.shape[1], heads)
     count, value_rank, value_size = k_right.shape[2], v_left.shape[3], v_right.shape[4]
@@ -69,9 +72,15 @@ def span_attention(
         raise ValueError(f"longest must be at least 1, got {longest}")
     _check_offsets(offsets, batch, count, n, longest, q)
     factor = checks.resolve_scale(scale, q.shape[3])
-    if impl != "auto" and use_triton(impl, q):
-        raise ValueError("impl='triton' cannot be met: span_attention has no kernel")
     factors = (k_left, k_right, v_left, v_right)
+    widest = max(rank, value_rank)
+    if impl == "triton" and widest > RANKS:
+        raise ValueError(f"impl='triton' cannot be met: ranks up to {RANKS} fit, got {widest}")
+    if use_triton(impl, q) and widest <= RANKS:
+        from .kernels import spans as kernel
+
+        return kernel.span_attention(q, *factors, offsets, spans, longest, factor)
+    checks.check_on_device(q, k_left=k_left, k_right=k_right, v_left=v_left, v_right=v_right)
     return plain.span_attention(q, *factors, offsets, spans, longest, factor)
 
 

@@ -107,6 +107,12 @@ def split(n: int, programs: int, device: torch.device) -> tuple[int, int]:
     return max(1, triton.cdiv(n, size)), size
 
 
+def share(n: int, programs: int, device: torch.device) -> tuple[int, int]:
+    """(number of splits, items per split) for n items of a KB or more, four programs per slot."""
+    size = max(1, triton.cdiv(n * programs, 4 * _processors(device)))
+    return max(1, triton.cdiv(n, size)), size
+
+
 @functools.cache
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":

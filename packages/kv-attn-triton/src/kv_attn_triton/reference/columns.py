@@ -58,6 +58,7 @@ def highest_shares(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> T
     """max over the group of `column_sums`, or for one query of its logarithm: [B, H_kv, N].
 
     The order is the same, and one query of each head needs no exponential beyond the softmax's.
+    Scores of masked keys mean nothing.
     """
     batch, query_heads, queries, _ = q.shape
     heads, n = k.shape[1], k.shape[2]
@@ -66,8 +67,7 @@ def highest_shares(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> T
     x = products(pack(q, heads).float() * scale, k).contiguous()
     if mask is not None:
         x.masked_fill_(~mask.unsqueeze(2), -torch.inf)
-    lse = silence(x.logsumexp(-1), mask, None)
-    return x.sub_(lse.unsqueeze(-1)).amax(2)
+    return x.log_softmax(-1).amax(2)
 
 
 def copies(k: Tensor) -> bool:

@@ -24,7 +24,7 @@ class Few:
     spans: Tensor
     token: Tensor  # int64[B, H, E * width], a span's last entry repeated past its end
     absent: Tensor  # bool[B, H, E * width], the repeats
-    void: Tensor | None  # bool[B, H, E, 1], spans without an entry; None if there is none
+    void: Tensor | None  # bool[B, H, 1, 1], heads without an entry at all; None if there is none
     width: int
 
 
@@ -101,11 +101,16 @@ def _divide(bounds: Tensor, spans: Tensor, longest: int, each: int, size: int) -
     start = bounds.gather(2, spans.clamp_min(0))
     lengths = (bounds.gather(2, spans.clamp_min(0) + 1) - start).masked_fill_(spans < 0, 0)
     lengths, order = lengths.sort(-1, descending=True)
-    start, spans = start.gather(2, order), spans.gather(2, order)
-    if spans.device.type == "cpu":
-        most, least = torch.stack([lengths.amax((0, 1)), lengths.amin((0, 1))]).tolist()
-    else:  # reading the lengths would wait for the device
-        most, least = [longest] * spans.shape[2], [0] * spans.shape[2]
+    # in a head with fewer spans its longest one stands in, of which no entry counts: what lies in
+    # spans that are not attended may be NaN
+    order = torch.where(lengths > 0, order, order[..., :1])
+    nothing = lengths[..., :1] == 0
+    start, spans = start.gather(2, order).masked_fill_(nothing, 0), spans.gather(2, order)
+    void: Tensor | None = nothing.unsqueeze(-1)
+    most = [longest] * spans.shape[2]
+    if spans.device.type == "cpu":  # elsewhere reading the lengths would wait for the device
+        most = lengths.amax((0, 1)).tolist()
+        void = void if bool(nothing.any()) else None
     position = torch.arange(most[0], device=spans.device)
     few, i = [], 0
     while i < len(most) and most[i]:
@@ -114,8 +119,7 @@ def _divide(bounds: Tensor, spans: Tensor, longest: int, each: int, size: int) -
         part = slice(i, min(i + step, len(most)))
         here = lengths[:, :, part].unsqueeze(-1)
         absent = position[:width] >= here
-        token = start[:, :, part].unsqueeze(-1) + position[:width].minimum(here - 1)
-        void = here == 0 if least[part.stop - 1] == 0 else None
+        token = start[:, :, part].unsqueeze(-1) + position[:width].minimum((here - 1).clamp_min_(0))
         few.append(Few(spans[:, :, part], token.flatten(2), absent.flatten(2), void, width))
         i = part.stop
     return few
