@@ -231,10 +231,8 @@ def register(original: str) -> str:
         kv_turn: Turn | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        # "eager" is not registered: every modeling file has its own.
-        eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        run = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
         if kv_layer is None:
+            run = own_attention(module, original)
             return run(module, query, key, value, attention_mask, **options)
         for option in NOT_HONOURED:
             if options.get(option) is not None:
@@ -256,6 +254,7 @@ def register(original: str) -> str:
                 dtype=queries.dtype,
                 device=queries.device,
             )
+            run = own_attention(module, original)
             return run(module, queries, keys, values, mask, **options)[0].transpose(1, 2)
 
         scale = options.get("scaling") or query.shape[-1] ** -0.5
@@ -271,6 +270,13 @@ def register(original: str) -> str:
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
     return name
+
+
+def own_attention(module: nn.Module, name: str) -> Callable[..., Any]:
+    """The attention function that transformers knows under `name` for a module."""
+    # "eager" is not registered: every modeling file has its own.
+    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
 
 
 def _announcing(generate: Callable[..., Any]) -> Callable[..., Any]:
