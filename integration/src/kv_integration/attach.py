@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
-from itertools import pairwise
+from itertools import zip_longest
 from types import TracebackType
 from typing import Any
 
@@ -67,11 +67,10 @@ class Attached:
                 decoder.register_forward_hook(_leave, always_call=True),
             ]
             modules = attention_modules(decoder)
-            for before, after in pairwise(modules):
-                hook = Lookahead(after)
-                self._hooks.append(before.register_forward_pre_hook(hook, with_kwargs=True))
-            for module in modules:
-                self._hooks.append(module.register_forward_pre_hook(_hand_over, with_kwargs=True))
+            for module, following in zip_longest(modules, modules[1:]):
+                ahead = None if following is None else Lookahead(following)
+                hook = functools.partial(_hand_over, ahead)
+                self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
             for module, method, wrapper in wrapped:
                 module.__dict__[method] = wrapper(getattr(module, method))
         except BaseException:
@@ -377,17 +376,22 @@ def _leave(decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         cache.leave(output[0])
 
 
-def _hand_over(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _hand_over(
+    ahead: Lookahead | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Before an attention module runs: give its attention function the cache's layer.
 
-    And what it is told about RoPE, if the method wants that.
+    And what it is told about RoPE, if the method wants that. ahead: asks the module after it.
     """
     cache = cache_in(args, kwargs)
-    if cache is not None:
-        layer = cache.layers[int(module.layer_idx)]  # type: ignore[arg-type]
-        if isinstance(layer, CompressedLayer):
-            more: dict[str, Any] = {"kv_layer": layer}
-            if cache.method.rope:
-                more["kv_turn"] = turn_of(module, args, kwargs, cache, cache.context.rotations)
-            return args, {**kwargs, **more}
-    return None
+    if cache is None:
+        return None
+    layer = cache.layers[int(module.layer_idx)]  # type: ignore[arg-type]
+    if not isinstance(layer, CompressedLayer):
+        return None
+    if ahead is not None:
+        ahead(cache, args, kwargs)
+    more: dict[str, Any] = {"kv_layer": layer}
+    if cache.method.rope:
+        more["kv_turn"] = turn_of(module, args, kwargs, cache, cache.context.rotations)
+    return args, {**kwargs, **more}

@@ -105,7 +105,7 @@ class CompressedLayer(CacheLayerMixin):
             [x[:, :, part] for x in (queries, keys, values)]
             for part in (slice(0, fresh), slice(fresh, new))
         )
-        return torch.cat([self._prompt(*prompt, exact), self._step(*rest)], dim=2)
+        return torch.cat([self._prompt(*prompt, exact=exact), self._step(*rest)], dim=2)
 
     def _prompt(
         self, queries: Tensor, keys: Tensor, values: Tensor, exact: ExactAttention
