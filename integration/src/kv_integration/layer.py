@@ -101,11 +101,10 @@ class CompressedLayer(CacheLayerMixin):
             return self._step(queries, keys, values)
         if fresh == new:
             return self._prompt(queries, keys, values, exact)
-        prompt, rest = (
-            [x[:, :, part] for x in (queries, keys, values)]
-            for part in (slice(0, fresh), slice(fresh, new))
-        )
-        return torch.cat([self._prompt(*prompt, exact=exact), self._step(*rest)], dim=2)
+        q, k, v = (x[:, :, :fresh] for x in (queries, keys, values))
+        prompt = self._prompt(q, k, v, exact)
+        q, k, v = (x[:, :, fresh:] for x in (queries, keys, values))
+        return torch.cat([prompt, self._step(q, k, v)], dim=2)
 
     def _prompt(
         self, queries: Tensor, keys: Tensor, values: Tensor, exact: ExactAttention
