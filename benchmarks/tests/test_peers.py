@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 import pytest
+import torch
 from click.testing import CliRunner
 from fake_tasks import Numbers
 from small_model import make_tokenizer
@@ -27,8 +28,10 @@ def worker(folder: Path) -> peer_worker.Worker:
     return found
 
 
-def reply(worker: peer_worker.Worker, side: str, kept: int = 40) -> dict:
-    return worker.run(side=side, kept=kept, context=CONTEXT, question=QUESTION, tokens=4)
+def reply(worker: peer_worker.Worker, side: str, kept: int = 40, *, aware: bool = False) -> dict:
+    return worker.run(
+        side=side, kept=kept, context=CONTEXT, question=QUESTION, tokens=4, aware=aware
+    )
 
 
 def test_full_kv_and_dynamic_cache_agree(worker: peer_worker.Worker) -> None:
@@ -41,7 +44,15 @@ def test_full_kv_and_dynamic_cache_agree(worker: peer_worker.Worker) -> None:
     assert ours["live_bytes"] >= theirs["live_bytes"]
 
 
-@pytest.mark.parametrize("name", ["snapkv", "chunkkv", "streamingllm"])
+def test_the_question_may_be_compressed_with_the_context(worker: peer_worker.Worker) -> None:
+    for side in ("ours:full", "transformers:dynamic"):
+        apart, together = reply(worker, side), reply(worker, side, aware=True)
+        assert together["tokens"] == apart["tokens"]
+        assert together["kept"] == [123, 123] and len(together["steps_s"]) == 3
+    assert reply(worker, "ours:snapkv", aware=True)["kept"] == [40, 40]
+
+
+@pytest.mark.parametrize("name", ["snapkv", "chunkkv", "streamingllm", "tova"])
 def test_ours_keeps_what_it_is_told(worker: peer_worker.Worker, name: str) -> None:
     found = reply(worker, f"ours:{name}", kept=33)
     assert found["kept"] == [33, 33]
@@ -53,6 +64,24 @@ def test_what_is_not_there_says_so(worker: peer_worker.Worker) -> None:
     assert "there is no GPU" in reply(worker, "transformers:offloaded")["unavailable"]
     if peer_worker.installed("kvpress") is None:
         assert "kvpress" in reply(worker, "kvpress:snapkv")["unavailable"]
+
+
+@pytest.mark.parametrize("rotates", [True, False])
+def test_a_press_is_told_where_there_is_no_rope(rotates: bool) -> None:
+    class Press:
+        def score(self, module, hidden, keys, values, attentions, kwargs):  # type: ignore[no-untyped-def]
+            return kwargs["position_embeddings"]
+
+    class Module:
+        use_rope = rotates
+
+    press = Press()
+    peer_worker.leave_unrotated(press)
+    tables = torch.tensor([0.5, 0.6]), torch.tensor([0.8, 0.7])
+    given = {"position_embeddings": tables}
+    cos, sin = press.score(Module(), None, None, None, None, given)
+    expected = tables if rotates else (torch.ones(2), torch.zeros(2))
+    assert torch.equal(cos, expected[0]) and torch.equal(sin, expected[1])
 
 
 class Fake:
@@ -74,7 +103,7 @@ def turns(kept: int | None) -> tuple[Pair, list[tuple[str, int]]]:
     tokenizer = make_tokenizer()
     log: list[tuple[str, int]] = []
     sides = [Side(f"{name}:x", Fake(name, log, n)) for name, n in (("ours", 21), ("theirs", kept))]
-    pair = Pair(*sides)
+    pair = Pair(*sides, aware=False)
     for number, sample in enumerate(Numbers().samples(tokenizer, length=40, count=4)):
         pair.run(number, sample, encode(tokenizer, sample), kept=20, tokens=2)
     return pair, log

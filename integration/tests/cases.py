@@ -12,6 +12,7 @@ from kv_integration import (
     D2O,
     H2O,
     METHODS,
+    TOVA,
     CaM,
     ChunkKV,
     FullKV,
@@ -41,6 +42,7 @@ LOSSLESS: dict[str, Method] = {
     "sekv": SeKV(budget=1.0),
     "streamingllm": StreamingLLM(budget=ROOMY),
     "h2o": H2O(budget=ROOMY),
+    "tova": TOVA(budget=ROOMY),
     "snapkv": SnapKV(budget=1.0),
     "pyramidkv": PyramidKV(budget=1.0),
     "chunkkv": ChunkKV(budget=1.0),
@@ -60,6 +62,7 @@ SMALL: dict[str, Method] = {
     "sekv": SeKV(budget=24, window=4, sinks=1, min_length=3, max_length=6, max_rank=4),
     "streamingllm": StreamingLLM(budget=12, sinks=2),
     "h2o": H2O(budget=12),
+    "tova": TOVA(budget=12),
     "snapkv": SnapKV(budget=12, window=4),
     "pyramidkv": PyramidKV(budget=12, window=4),
     "chunkkv": ChunkKV(budget=12, window=4, chunk=3),
@@ -73,7 +76,7 @@ SMALL: dict[str, Method] = {
 FEW = ("full", "sablock", "semanticache", "shadowkv", "sekv")
 RETRIEVES = ("quest", "infinigen")
 # What is forgotten while tokens are generated cannot come back.
-FORGETS_ON = ("streamingllm", "h2o")
+FORGETS_ON = ("streamingllm", "h2o", "tova")
 # An input of several tokens, a draft's too, attends all that is held: not what one by one would.
 BY_INPUT = ("sentencekv", "shadowkv", "shadowkvplus", "quest", "loki", "infinigen")
 CANNOT_CROP = ("h2o",)

@@ -10,7 +10,7 @@ import slow
 import torch
 from families import prompt as words
 
-from kv_integration import D2O, H2O, CaM, ChunkKV, PyramidKV, SABlock, SnapKV, StreamingLLM
+from kv_integration import D2O, H2O, TOVA, CaM, ChunkKV, PyramidKV, SABlock, SnapKV, StreamingLLM
 from kv_integration.method import Context, Row
 
 SEEDS = pytest.mark.parametrize("seed", range(4))
@@ -243,6 +243,70 @@ def test_h2o_goes_on_accumulating(seed, heads, groups, recent, tokens):
             scores = dict(zip(live[head].tolist(), state.score[0, head].tolist(), strict=True))
             for t, score in loop.score.items():
                 assert scores[t] == pytest.approx(score, abs=1e-4)
+
+
+class SlowTOVA:
+    """TOVA for one layer: a dict from position to what the latest query paid, all heads' mean."""
+
+    def __init__(self, prompt, budget):
+        self.budget, self.scale, self.heads = budget, prompt.scale, len(prompt.heads)
+        self.keys, self.values = np.float64(prompt.keys), np.float64(prompt.values)
+        self.held = list(range(prompt.tokens))
+        self.attend(np.float64(prompt.queries)[:, -1], self.held)
+        self.evict(budget)
+
+    def evict(self, size):
+        while len(self.held) > size:
+            self.held.remove(min(self.held, key=lambda t: self.score[t]))
+
+    def add(self, keys, values):
+        """Of several tokens: [H, n, D]."""
+        first = self.keys.shape[1]
+        self.keys = np.concatenate([self.keys, keys], 1)
+        self.values = np.concatenate([self.values, values], 1)
+        self.held += range(first, self.keys.shape[1])
+        return first
+
+    def attend(self, queries, seen):
+        """Queries [H_q, D] of one token over the entries `seen`: [H_q, D_v]."""
+        group = len(queries) // self.heads
+        out, self.score = [], dict.fromkeys(seen, 0.0)
+        for number, query in enumerate(queries):
+            keys, values = self.keys[number // group], self.values[number // group]
+            weights = slow.softmax([self.scale * (query @ keys[t]) for t in seen])
+            out.append(sum(w * values[t] for w, t in zip(weights, seen, strict=True)))
+            for w, t in zip(weights, seen, strict=True):
+                self.score[t] += w
+        return out
+
+
+@SEEDS
+@SHAPES
+@pytest.mark.parametrize("tokens", [40, 9])
+def test_tova_forgets_what_the_latest_token_looks_at_least(seed, heads, groups, tokens):
+    prompt = slow.Prompt(seed, tokens=tokens, heads=heads, groups=groups)
+    state = compress_without_positions(TOVA(budget=12), prompt)
+    loop = SlowTOVA(prompt, 12)
+    draw = torch.Generator().manual_seed(100 + seed)
+    for count in (1, 1, 1, 1, 3, 1, 1, 7, 1, 1):
+        queries, keys, values = (
+            torch.randn(1, n, count, d, generator=draw)
+            for n, d in ((heads * groups, 4), (heads, 4), (heads, 5))
+        )
+        out = state.step(queries, keys, values, valid=None, scale=prompt.scale)
+        if count == 1:
+            loop.evict(11)  # the paper's state, which the new token joins
+        first = loop.add(np.float64(keys[0]), np.float64(values[0]))
+        for i in range(count):
+            seen = [t for t in loop.held if t <= first + i]
+            expected = loop.attend(np.float64(queries[0, :, i]), seen)
+            np.testing.assert_allclose(out[0, :, i], expected, atol=1e-5)
+        loop.evict(12)
+        assert state.entries().tolist() == [[len(loop.held)] * heads]
+        live = state.keys[0, :, : len(loop.held)]
+        for head in range(heads):
+            ours = sorted(map(tuple, live[head].tolist()))
+            assert ours == sorted(map(tuple, np.float32(loop.keys[head][loop.held]).tolist()))
 
 
 def slow_cam(prompt, head, budget, recent, spread, draws):

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from cases import SMALL, close, each
+from cases import FORGETS_ON, SMALL, close, each
 from families import SHAPE, build, full_kv, generate, prompt, shared
 from transformers import (
     BambaConfig,
@@ -339,7 +339,7 @@ def test_a_prompt_shorter_than_the_window_stays_whole(tokenizer, name, tokens):
         cache = kv.cache(METHODS[name]() if name != "semanticache" else SemantiCache(theta=1.0))
         close(generate(model, inputs, cache)[1], expected)
         entries = cache.report().entries_attended
-    assert entries == tokens + (5 if name in ("h2o", "streamingllm") else 0)
+    assert entries == tokens + (5 if name in FORGETS_ON else 0)
 
 
 @each(SMALL)

@@ -11,9 +11,10 @@ from families import build, full_kv, generate, prompt, shared
 from transformers import pipeline
 from transformers.generation.streamers import BaseStreamer
 
-from kv_integration import FullKV, SABlock, StreamingLLM, attach
+from kv_integration import TOVA, FullKV, SABlock, StreamingLLM, attach
 
 LOSSLESS_BY_INPUT = {name: LOSSLESS[name] for name in BY_INPUT}
+FORGETS_LATER = {"streamingllm": StreamingLLM(budget=100), "tova": TOVA(budget=100)}
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 SAMPLING = {"max_new_tokens": 6, "do_sample": True}
 BEAMS = {"num_beams": 3, **GREEDY}
@@ -127,7 +128,7 @@ def test_beams_that_compress_equal_rows_that_were_given_thrice(tokenizer, method
             close(ours[row], logits[0])
 
 
-@each(SMALL | {"streamingllm": StreamingLLM(budget=100)} | LOSSLESS_BY_INPUT, but=CANNOT_CROP)
+@each(SMALL | FORGETS_LATER | LOSSLESS_BY_INPUT, but=CANNOT_CROP)
 @pytest.mark.parametrize("draft", ["lookup", "same", "other"])
 def test_assisted_decoding_gives_the_tokens_of_greedy_decoding(tokenizer, method, draft):
     model, inputs = shared("llama"), prompt(40)
@@ -157,7 +158,7 @@ def test_assisted_decoding_in_other_families(family, tokenizer, method):
     assert torch.equal(ours, expected)
 
 
-@each(SMALL, (*CANNOT_CROP, "streamingllm"))
+@each(SMALL, FORGETS_ON)
 def test_what_cannot_take_tokens_back_says_so(tokenizer, method):
     model, inputs = shared("llama"), prompt(40)
     with attach(model, tokenizer) as kv:

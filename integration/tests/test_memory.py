@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from cases import RECOMPRESSES, ROOMY, SMALL, each, in_families
+from cases import FORGETS_ON, RECOMPRESSES, ROOMY, SMALL, each, in_families
 from families import SHAPE, generate, llama, prompt, shared
 from live import Watch, storages
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from kv_integration import (
     D2O,
     H2O,
+    TOVA,
     CaM,
     ChunkKV,
     FullKV,
@@ -44,6 +45,7 @@ LONG = {
     "sekv": SeKV(budget=80, window=16, sinks=1, max_rank=8),
     "streamingllm": StreamingLLM(budget=40),
     "h2o": H2O(budget=40),
+    "tova": TOVA(budget=40),
     "snapkv": SnapKV(budget=40),
     "pyramidkv": PyramidKV(budget=40),
     "chunkkv": ChunkKV(budget=40),
@@ -212,7 +214,7 @@ def test_while_a_layer_is_filled_those_before_it_are_compressed(tokenizer, metho
         done += layer.device_bytes + layer.host_bytes
 
 
-@each(SMALL, ["streamingllm", "h2o"])
+@each(SMALL, FORGETS_ON)
 def test_what_goes_on_forgetting_never_grows(tokenizer, method):
     model = shared("llama")
     with attach(model, tokenizer) as kv:
@@ -234,10 +236,14 @@ def generate_more(model, cache, steps):
 
 
 def test_a_buffer_is_made_for_what_is_granted_not_for_the_whole_budget(tokenizer):
-    """H2O and StreamingLLM count what is generated: their slots are made at once."""
+    """They count what is generated: their slots are made at once."""
     model = shared("llama")
     with attach(model, tokenizer) as kv:
-        for method, slot in ((StreamingLLM(budget=ROOMY), ENTRY), (H2O(budget=ROOMY), ENTRY + 12)):
+        for method, slot in (
+            (StreamingLLM(budget=ROOMY), ENTRY),
+            (H2O(budget=ROOMY), ENTRY + 12),
+            (TOVA(budget=ROOMY), ENTRY + 2),
+        ):
             cache = kv.cache(method)
             generate(model, prompt(40), cache)
             assert cache.report().device_bytes == SHAPE["num_hidden_layers"] * 2 * ROOMY * slot

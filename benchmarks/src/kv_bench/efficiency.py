@@ -159,15 +159,17 @@ class Side:
         self.loaded, self.method, self.context, self.steps = loaded, method, context, steps
 
     def measure(self, batch: int, *, prefill: bool) -> dict[str, Any]:
-        """The cache is made twice: once for its memory, once for its time; then it decodes."""
+        """The cache is made for its memory, and once more for its time; then it decodes."""
         model = self.loaded.model
         with running(self.loaded, self.method) as new_cache:
             made: list[Cache] = []
             make = self._maker(new_cache, batch, prefill, made)
             peak = measure.peak_bytes(make, str(model.device.type))
             made.clear()
-            resident = measure.peak_resident_bytes(make)
-            made.clear()
+            resident = None  # on a CPU memory given back stays resident, and `peak` says it
+            if model.device.type == "cuda":
+                resident = measure.peak_resident_bytes(make)
+                made.clear()
             start = time.perf_counter()
             make()
             ttft = time.perf_counter() - start

@@ -28,9 +28,10 @@ FULL: dict[str, Any] = {
     "linestyle": (0, (6, 2)),
     "linewidth": 1.2,
 }
+OUTLINE: dict[str, Any] = {"markeredgecolor": "white", "markeredgewidth": 0.4}
 MIB = 2**20
 MOST_COLUMNS = 3
-SMALL, LARGE = 5, 9  # markers of the smallest and the largest budget
+SMALL, LARGE = 5.0, 10.0  # markers of the smallest and the largest budget
 
 Value = Callable[[Summary], float | None]
 
@@ -160,17 +161,25 @@ def pareto(rows: Sequence[Summary], styles: Styles) -> Figure:
             size = fmean((row.device_bytes or 0) / (row.full_kv_bytes or 1) for row in own)
             points.append((size, fmean(row.score or 0.0 for row in own), own[0]))
     sizes = sorted({row.budget for _, _, row in points if row.method != "full"}, key=budget_order)
+    diameter = {
+        budget: SMALL + rank / max(len(sizes) - 1, 1) * (LARGE - SMALL)
+        for rank, budget in enumerate(sizes)
+    }
     named: set[str] = set()
     for size, score, row in points:
         style = {**styles[row.method], "linestyle": ""}
         if row.method == "full":
             style |= {"marker": "s", "markersize": SMALL}
         else:
-            rank = sizes.index(row.budget) / max(len(sizes) - 1, 1)
-            style |= {"markersize": SMALL + rank * (LARGE - SMALL), "markeredgecolor": "white"}
-        text = "full KV" if row.method == "full" else row.method
-        axes.plot([size], [score], label="" if text in named else text, **style)
-        named.add(text)
+            style |= {"markersize": diameter[row.budget], **OUTLINE}
+        axes.plot([size], [score], **style)
+        if row.method not in named:
+            named.add(row.method)
+            text = "full KV" if row.method == "full" else row.method
+            axes.plot([], [], label=text, **{**style, "markersize": SMALL + 1})
+    for budget, size in diameter.items():
+        grey: dict[str, Any] = {"color": "#999999", "marker": "o", "linestyle": "", **OUTLINE}
+        axes.plot([], [], label=f"budget {budget_text(budget)}", **grey, markersize=size)
     front = pareto_front([(size, score) for size, score, _ in points])
     axes.plot(*zip(*front, strict=True), color="#999999", linewidth=1, zorder=0)
     axes.set_xlabel("bytes on the device, as share of full KV")

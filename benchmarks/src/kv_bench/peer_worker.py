@@ -5,7 +5,8 @@ this project before a side asks for it, so that both are measured by the same li
 and each reply is one line of JSON:
 
     {"op": "load", "model": folder, "dtype": "float32", "threads": 1}      -> versions
-    {"op": "run", "side": name, "kept": n, "context": ids, "question": ids, "tokens": n}
+    {"op": "run", "side": name, "kept": n, "context": ids, "question": ids, "tokens": n,
+     "aware": whether the question is compressed with the context}
         -> tokens, ttft_s, steps_s, live_bytes, kept; or {"unavailable": why}
 """
 
@@ -32,10 +33,11 @@ def ours(name: str, model: Any, tokenizer: Any, kept: int) -> tuple[Any, Any]:
     """A context manager and a cache, of this project."""
     from kv_integration import METHODS, attach
 
+    window = window_of(kept)
     settings: dict[str, dict[str, Any]] = {
-        "snapkv": {"window": min(WINDOW, kept // 2), "pooling": "avg", "kernel": KERNEL},
-        "pyramidkv": {"window": min(WINDOW, kept // 2), "pooling": "avg", "kernel": KERNEL},
-        "chunkkv": {"window": min(WINDOW, kept // 2), "chunk": CHUNK},
+        "snapkv": {"window": window, "pooling": "avg", "kernel": KERNEL},
+        "pyramidkv": {"window": window, "pooling": "avg", "kernel": KERNEL},
+        "chunkkv": {"window": window, "chunk": CHUNK},
         "streamingllm": {"sinks": SINKS},
     }
     if name not in METHODS:
@@ -46,15 +48,23 @@ def ours(name: str, model: Any, tokenizer: Any, kept: int) -> tuple[Any, Any]:
     return attached, attached.cache(make() if name == "full" else make(budget=kept, **own))
 
 
-def kvpress(name: str, model: Any, context: int, kept: int) -> tuple[Any, Any]:
-    """A press as context manager and a DynamicCache, of kvpress."""
+def window_of(kept: int) -> int:
+    """Tokens of the observation window: ours takes no more than a quarter of what is kept."""
+    return min(WINDOW, max(kept // 4, 1))
+
+
+def kvpress(name: str, model: Any, prompt: int, kept: int) -> tuple[Any, Any]:
+    """A press as context manager and a DynamicCache, of kvpress.
+
+    name: of a press; `:nope` after it leaves out RoPE in layers that have none.
+    """
     import kvpress as theirs
     from transformers import DynamicCache
 
-    # so that int(context * (1 - ratio)) is what is to be kept
-    ratio = 1 - (kept + 0.5) / context
-    window = min(WINDOW, kept // 2)
-    snap = {"compression_ratio": ratio, "window_size": window, "kernel_size": KERNEL}
+    name, _, corrected = name.partition(":")
+    # so that int(prompt * (1 - ratio)) is what is to be kept
+    ratio = 1 - (kept + 0.5) / prompt
+    snap = {"compression_ratio": ratio, "window_size": window_of(kept), "kernel_size": KERNEL}
     make: dict[str, Callable[[], Any]] = {
         "snapkv": lambda: theirs.SnapKVPress(**snap),
         "pyramidkv": lambda: theirs.PyramidKVPress(**snap),
@@ -62,7 +72,28 @@ def kvpress(name: str, model: Any, context: int, kept: int) -> tuple[Any, Any]:
         "streamingllm": lambda: theirs.StreamingLLMPress(compression_ratio=ratio, n_sink=SINKS),
         "tova": lambda: theirs.TOVAPress(compression_ratio=ratio),
     }
-    return make[name]()(model), DynamicCache(config=model.config)
+    press = make[name]()
+    if corrected:
+        leave_unrotated(getattr(press, "press", press))
+    return press(model), DynamicCache(config=model.config)
+
+
+def leave_unrotated(press: Any) -> None:
+    """Let `press` score as the model attends in layers without RoPE.
+
+    kvpress rotates the window's queries in every layer, and there compares them with keys that were
+    never rotated.
+    """
+    score = press.score
+
+    def corrected(module: Any, hidden: Any, keys: Any, values: Any, given: Any, kwargs: Any) -> Any:
+        if not getattr(module, "use_rope", True):
+            cos, sin = kwargs["position_embeddings"]
+            none = torch.ones_like(cos), torch.zeros_like(sin)
+            kwargs = {**kwargs, "position_embeddings": none}
+        return score(module, hidden, keys, values, given, kwargs)
+
+    press.score = corrected
 
 
 def transformers_cache(name: str, model: Any) -> Any:
@@ -99,34 +130,48 @@ class Worker:
         return {name: found for name in names if (found := installed(name))}
 
     def run(
-        self, *, side: str, kept: int, context: list[int], question: list[int], tokens: int
+        self,
+        *,
+        side: str,
+        kept: int,
+        context: list[int],
+        question: list[int],
+        tokens: int,
+        aware: bool,
     ) -> dict[str, Any]:
-        """The context is compressed, the question follows, then `tokens` greedy tokens."""
+        """The context is compressed, with the question (`aware`) or before it; then `tokens` greedy
+        tokens."""
         gc.collect()
         owner, _, name = side.partition(":")
         compressing: Any = contextlib.nullcontext()
         whole: Any = contextlib.nullcontext()
+        prompt = [*context, *question] if aware else context
         try:
             if owner == "ours":
                 whole, cache = ours(name, self.model, self.tokenizer, kept)
             elif owner == "kvpress":
-                compressing, cache = kvpress(name, self.model, len(context), kept)
+                compressing, cache = kvpress(name, self.model, len(prompt), kept)
             else:
                 cache = transformers_cache(name, self.model)
         except (ImportError, LookupError) as error:
             return {"unavailable": str(error)}
         device = self.model.device
-        read, asked = (torch.tensor([ids], device=device) for ids in (context, question))
-        position = torch.arange(len(context), len(context) + len(question) + tokens, device=device)
+        read, asked = (torch.tensor([ids], device=device) for ids in (prompt, question))
+        position = torch.arange(len(prompt), len(prompt) + len(question) + tokens, device=device)
         with torch.no_grad(), whole:
             wait()
             start = time.perf_counter()
             with compressing:
-                self.model(read, past_key_values=cache, logits_to_keep=1)
+                logits = self.model(read, past_key_values=cache, logits_to_keep=1).logits
+            ids, at, new = asked, 0, []
+            if aware:
+                ids = logits[:, -1:].argmax(-1)
+                new.append(int(ids))
+            wait()
+            prefill = time.perf_counter() - start
             held = sorted(entries(cache))
-            ids, at = asked, 0
-            times, new = [start], []
-            for _ in range(tokens):
+            times = [time.perf_counter()]
+            while len(new) < tokens:
                 logits = self.model(
                     ids,
                     past_key_values=cache,
@@ -137,10 +182,12 @@ class Worker:
                 ids = logits[:, -1:].argmax(-1)
                 new.append(int(ids))
                 times.append(time.perf_counter())
+            steps = [after - before for before, after in pairwise(times)]
+            asking = 0 if aware else 1  # the first pass reads the question
             return {
                 "tokens": new,
-                "ttft_s": times[1] - times[0],
-                "steps_s": [after - before for before, after in pairwise(times[1:])],
+                "ttft_s": prefill + sum(steps[:asking]),
+                "steps_s": steps[asking:],
                 "live_bytes": live_bytes(cache),
                 "kept": held,
             }

@@ -22,6 +22,7 @@ from typing import Any
 import click
 
 from kv_bench import measure, peer_worker, subject
+from kv_bench.runner import AGNOSTIC, AWARE
 from kv_bench.tasks import Encoded, Sample, Task, encode, task_named
 from kv_bench.variants import parse_lengths
 from kv_integration.budget import budget_entries
@@ -36,10 +37,14 @@ PAIRS = (
     ("full", "transformers:quantized-quanto"),
     ("full", "transformers:quantized-hqq"),
     ("snapkv", "kvpress:snapkv"),
+    ("snapkv", "kvpress:snapkv:nope"),
     ("pyramidkv", "kvpress:pyramidkv"),
+    ("pyramidkv", "kvpress:pyramidkv:nope"),
     ("chunkkv", "kvpress:chunkkv"),
+    ("chunkkv", "kvpress:chunkkv:nope"),
     ("streamingllm", "kvpress:streamingllm"),
     ("tova", "kvpress:tova"),
+    ("tova", "kvpress:tova:nope"),
 )
 
 
@@ -63,6 +68,13 @@ PAIRS = (
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", show_default=True)
 @click.option("--contexts", default="2048", show_default=True, metavar="TOKENS")
 @click.option("--budget", default="0.1", show_default=True, help="Entries or share of the context.")
+@click.option(
+    "--mode",
+    type=click.Choice([AGNOSTIC, AWARE]),
+    default=AGNOSTIC,
+    show_default=True,
+    help="Whether the context is compressed alone, or with the question.",
+)
 @click.option("--samples", type=click.IntRange(min=2), default=8, show_default=True)
 @click.option("--tokens", type=click.IntRange(min=3), default=16, show_default=True)
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True)
@@ -74,6 +86,7 @@ def peers(
     dtype: str,
     contexts: str,
     budget: str,
+    mode: str,
     samples: int,
     tokens: int,
     threads: int,
@@ -81,9 +94,8 @@ def peers(
 ) -> None:
     """Accuracy, time and bytes of ours beside kvpress and transformers, entries kept alike.
 
-    The context is compressed alone, the question follows (query-agnostic). Theirs runs first and
-    ours keeps what theirs kept. The first prompt of each cell warms up and counts for accuracy
-    alone.
+    Theirs runs first and ours keeps what theirs kept. The first prompt of each cell warms up and
+    counts for accuracy alone.
     """
     if not interpreter.is_file():
         raise ValueError(f"--python: there is no {interpreter}; `tox run -e peers` makes one")
@@ -105,15 +117,17 @@ def peers(
         for length in lengths:
             prompts = make_prompts(task, loaded, length, samples)
             kept = budget_entries(granted, min(len(encoded.context) for _, encoded in prompts))
-            with steps.step(f"{length} tokens", total=len(PAIRS) * samples) as step:
-                for ours, theirs in PAIRS:
-                    pair = Pair(Side(f"ours:{ours}", own), Side(theirs, other))
+            pairs = [pair for pair in PAIRS if shape == "embedded" or not pair[1].endswith(":nope")]
+            with steps.step(f"{length} tokens", total=len(pairs) * samples) as step:
+                for ours, theirs in pairs:
+                    pair = Pair(Side(f"ours:{ours}", own), Side(theirs, other), mode == AWARE)
                     for number, (sample, encoded) in enumerate(prompts):
                         pair.run(number, sample, encoded, kept=kept, tokens=tokens)
                         step.advance()
                     missing |= pair.missing
                     scored = {"task": task, "loaded": loaded} if shape == "embedded" else None
-                    rows.append({"shape": shape, "context": length, **pair.row(scored)})
+                    where = {"shape": shape, "context": length, "mode": mode}
+                    rows.append({**where, **pair.row(scored)})
     measure.publish(rows, json_file, extra={"versions": versions, "missing": missing})
     for side, why in missing.items():
         click.echo(f"{side}: not measured, {why}")
@@ -174,7 +188,7 @@ class Side:
     worker: Worker
     replies: list[dict[str, Any]] = field(default_factory=list)
 
-    def run(self, encoded: Encoded, *, kept: int, tokens: int) -> dict[str, Any]:
+    def run(self, encoded: Encoded, *, kept: int, tokens: int, aware: bool) -> dict[str, Any]:
         reply = self.worker.ask(
             {
                 "op": "run",
@@ -183,6 +197,7 @@ class Side:
                 "context": encoded.context,
                 "question": encoded.questions[0],
                 "tokens": tokens,
+                "aware": aware,
             }
         )
         self.replies.append(reply)
@@ -200,19 +215,21 @@ class Pair:
 
     ours: Side
     theirs: Side
+    aware: bool
     samples: list[Sample] = field(default_factory=list)
 
     def run(self, number: int, sample: Sample, encoded: Encoded, *, kept: int, tokens: int) -> None:
         self.samples.append(sample)
+        asked: dict[str, Any] = {"tokens": tokens, "aware": self.aware}
         if number == 0:  # unmeasured: tells what theirs keeps, which ours then keeps, too
-            found = self.theirs.run(encoded, kept=kept, tokens=tokens).get("kept")
+            found = self.theirs.run(encoded, kept=kept, **asked).get("kept")
             self.kept = kept if not found else round(statistics.fmean(found))
-            self.ours.run(encoded, kept=self.kept, tokens=tokens)
+            self.ours.run(encoded, kept=self.kept, **asked)
             return
         order = [(self.theirs, kept), (self.ours, self.kept)]
         for side, entries in order if number % 2 else reversed(order):
             if side.unavailable is None:
-                side.run(encoded, kept=entries, tokens=tokens)
+                side.run(encoded, kept=entries, **asked)
 
     @property
     def missing(self) -> dict[str, str]:

@@ -4,6 +4,7 @@ from kv_integration.attach import Attached, attach
 from kv_integration.baselines import (
     D2O,
     H2O,
+    TOVA,
     CaM,
     ChunkKV,
     FullKV,
@@ -40,6 +41,7 @@ METHODS: dict[str, type[Method]] = {
     "sekv": SeKV,
     "streamingllm": StreamingLLM,
     "h2o": H2O,
+    "tova": TOVA,
     "snapkv": SnapKV,
     "pyramidkv": PyramidKV,
     "chunkkv": ChunkKV,
@@ -54,6 +56,7 @@ __all__ = [
     "D2O",
     "H2O",
     "METHODS",
+    "TOVA",
     "Attached",
     "CaM",
     "ChunkKV",

@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
-from itertools import pairwise
+from itertools import zip_longest
 from types import TracebackType
 from typing import Any
 
@@ -67,11 +67,10 @@ class Attached:
                 decoder.register_forward_hook(_leave, always_call=True),
             ]
             modules = attention_modules(decoder)
-            for before, after in pairwise(modules):
-                hook = Lookahead(after)
-                self._hooks.append(before.register_forward_pre_hook(hook, with_kwargs=True))
-            for module in modules:
-                self._hooks.append(module.register_forward_pre_hook(_hand_over, with_kwargs=True))
+            for module, following in zip_longest(modules, modules[1:]):
+                ahead = None if following is None else Lookahead(following)
+                hook = functools.partial(_hand_over, ahead)
+                self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
             for module, method, wrapper in wrapped:
                 module.__dict__[method] = wrapper(getattr(module, method))
         except BaseException:
@@ -231,10 +230,8 @@ def register(original: str) -> str:
         kv_turn: Turn | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        # "eager" is not registered: every modeling file has its own.
-        eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        run = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
         if kv_layer is None:
+            run = own_attention(module, original)
             return run(module, query, key, value, attention_mask, **options)
         for option in NOT_HONOURED:
             if options.get(option) is not None:
@@ -256,6 +253,7 @@ def register(original: str) -> str:
                 dtype=queries.dtype,
                 device=queries.device,
             )
+            run = own_attention(module, original)
             return run(module, queries, keys, values, mask, **options)[0].transpose(1, 2)
 
         scale = options.get("scaling") or query.shape[-1] ** -0.5
@@ -271,6 +269,13 @@ def register(original: str) -> str:
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
     return name
+
+
+def own_attention(module: nn.Module, name: str) -> Callable[..., Any]:
+    """The attention function that transformers knows under `name` for a module."""
+    # "eager" is not registered: every modeling file has its own.
+    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
 
 
 def _announcing(generate: Callable[..., Any]) -> Callable[..., Any]:
@@ -376,17 +381,22 @@ def _leave(decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         cache.leave(output[0])
 
 
-def _hand_over(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _hand_over(
+    ahead: Lookahead | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Before an attention module runs: give its attention function the cache's layer.
 
-    And what it is told about RoPE, if the method wants that.
+    And what it is told about RoPE, if the method wants that. ahead: asks the module after it.
     """
     cache = cache_in(args, kwargs)
-    if cache is not None:
-        layer = cache.layers[int(module.layer_idx)]  # type: ignore[arg-type]
-        if isinstance(layer, CompressedLayer):
-            more: dict[str, Any] = {"kv_layer": layer}
-            if cache.method.rope:
-                more["kv_turn"] = turn_of(module, args, kwargs, cache, cache.context.rotations)
-            return args, {**kwargs, **more}
-    return None
+    if cache is None:
+        return None
+    layer = cache.layers[int(module.layer_idx)]  # type: ignore[arg-type]
+    if not isinstance(layer, CompressedLayer):
+        return None
+    if ahead is not None:
+        ahead(cache, args, kwargs)
+    more: dict[str, Any] = {"kv_layer": layer}
+    if cache.method.rope:
+        more["kv_turn"] = turn_of(module, args, kwargs, cache, cache.context.rotations)
+    return args, {**kwargs, **more}

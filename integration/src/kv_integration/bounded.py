@@ -49,6 +49,15 @@ class Bounded(LayerState):
     def attended(self, queries: Tensor, lse: Tensor, scale: float) -> None:
         """One token has attended: queries [B, H_q, 1, D], log-sum-exp float32[B, H_q, 1]."""
 
+    def paid(self, queries: Tensor, lse: Tensor, scale: float) -> Tensor:
+        """Attention of one token's query heads to every slot, float32[B, H_kv, G, C], C slots.
+
+        Arguments as of `attended`. What it says of slots that are not live means nothing.
+        """
+        batch, heads, _, dim = self.keys.shape
+        logits = (queries.reshape(batch, heads, -1, dim) @ self.keys.mT).float() * scale
+        return (logits - lse.view(batch, heads, -1, 1)).exp_()
+
     def step(
         self, queries: Tensor, keys: Tensor, values: Tensor, *, valid: Tensor | None, scale: float
     ) -> Tensor:

@@ -398,4 +398,7 @@ class KVCache(Cache):
 
 def cache_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> KVCache | None:
     """Our cache among a module's arguments; families name and order them differently."""
+    usual = kwargs.get("past_key_values")
+    if isinstance(usual, KVCache):
+        return usual
     return next((x for x in (*kwargs.values(), *args) if isinstance(x, KVCache)), None)

@@ -89,20 +89,22 @@ class CompressedLayer(CacheLayerMixin):
                 f"a layer with {self.seen} of {self.cache.tokens} tokens attends to {new} more: "
                 "layers whose attention runs more than once are not supported"
             )
+        if not self.token_bytes:
+            sizes = (x.shape[1] * x.shape[3] * x.element_size() for x in (keys, values))
+            self.token_bytes = sum(sizes)
         self.batch_size, self.device, self.scale = batch, keys.device, scale
-        self.token_bytes = sum(x.shape[1] * x.shape[3] * x.element_size() for x in (keys, values))
         self.seen += new
         if turn is not None:
             self.rope = self.cache.rope_tables(self.rope, turn, keys.device)
         fresh = self.cache.fresh
-        out = []
-        if fresh:
-            q, k, v = (x[:, :, :fresh] for x in (queries, keys, values))
-            out.append(self._prompt(q, k, v, exact))
-        if fresh < new:
-            q, k, v = (x[:, :, fresh:] for x in (queries, keys, values))
-            out.append(self._step(q, k, v))
-        return out[0] if len(out) == 1 else torch.cat(out, dim=2)
+        if fresh == 0:
+            return self._step(queries, keys, values)
+        if fresh == new:
+            return self._prompt(queries, keys, values, exact)
+        q, k, v = (x[:, :, :fresh] for x in (queries, keys, values))
+        prompt = self._prompt(q, k, v, exact)
+        q, k, v = (x[:, :, fresh:] for x in (queries, keys, values))
+        return torch.cat([prompt, self._step(q, k, v)], dim=2)
 
     def _prompt(
         self, queries: Tensor, keys: Tensor, values: Tensor, exact: ExactAttention

@@ -11,24 +11,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kv_integration.cache import cache_in
+from kv_integration.cache import KVCache
 from kv_integration.layer import CompressedLayer
 
 
 class Lookahead:
-    """A forward pre-hook of an attention module that asks the one after it, `following`."""
+    """Asks the attention module `following`, before the one ahead of it runs."""
 
     def __init__(self, following: nn.Module) -> None:
         self.following = following
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        cache = cache_in(args, kwargs)
-        if cache is None:
-            return
-        here = cache.layers[int(module.layer_idx)]  # type: ignore[arg-type]
+    def __call__(self, cache: KVCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Arguments are those of the module ahead, whose layer of `cache` is compressed."""
         after = cache.layers[int(self.following.layer_idx)]  # type: ignore[arg-type]
         # Layers of two kinds may rotate by unlike angles, and only a decoding step is looked for.
-        if not isinstance(here, CompressedLayer) or not isinstance(after, CompressedLayer):
+        if not isinstance(after, CompressedLayer):
             return
         state = after.state
         if state is None or not state.looks_ahead or cache.tokens - after.seen != 1:

@@ -11,10 +11,12 @@ from kv_integration.baselines.pyramidkv import PyramidKV
 from kv_integration.baselines.quest import Quest
 from kv_integration.baselines.snapkv import SnapKV
 from kv_integration.baselines.streamingllm import StreamingLLM
+from kv_integration.baselines.tova import TOVA
 
 __all__ = [
     "D2O",
     "H2O",
+    "TOVA",
     "CaM",
     "ChunkKV",
     "FullKV",

@@ -81,10 +81,7 @@ class HeavyHitters(Bounded):
         return slots
 
     def attended(self, queries: Tensor, lse: Tensor, scale: float) -> None:
-        batch, heads, _, dim = self.keys.shape
-        grouped = queries.reshape(batch, heads, -1, dim)
-        logits = (grouped @ self.keys.mT).float() * scale
-        paid = (logits - lse.view(batch, heads, -1, 1)).exp().mean(2)
+        paid = self.paid(queries, lse, scale).mean(2)
         self.score += torch.where(self.position >= 0, paid, 0.0)
 
     def absorb(self, row: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from kv_integration.bounded import Bounded, capacities
 from kv_integration.budget import check_budget
 from kv_integration.method import LayerState, Method, Plan, Row
 from kv_integration.storable import storable
+
+Position = TypeVar("Position", int, Tensor)
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,11 @@ class Rolling(Bounded):
             self.absorb(number, row.queries, row.keys, row.values, row.scale)
 
     def place(self) -> Tensor:
-        slots = [self._slots(row, torch.tensor([seen])) for row, seen in enumerate(self.seen)]
-        return torch.stack(slots).to(self.keys.device).expand(-1, self.keys.shape[1])
+        slots = [
+            seen if seen < self.sinks[row] else self._ring(row, seen)
+            for row, seen in enumerate(self.seen)
+        ]
+        return torch.tensor(slots, device=self.keys.device)[:, None].expand(-1, self.keys.shape[1])
 
     def absorb(self, row: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
         new, seen = keys.shape[2], self.seen[row]
@@ -62,16 +68,16 @@ class Rolling(Bounded):
         stays = position < self.sinks[row]
         stays |= position >= seen + new - (self.capacity[row] - self.sinks[row])
         position = position[stays]
-        slots = self._slots(row, position)
+        slots = torch.where(position < self.sinks[row], position, self._ring(row, position))
         self.keys[row, :, slots] = keys[0, :, stays]
         self.values[row, :, slots] = values[0, :, stays]
         self.seen[row] = seen + new
         self.used[row] = min(seen + new, self.capacity[row])
 
-    def _slots(self, row: int, position: Tensor) -> Tensor:
+    def _ring(self, row: int, position: Position) -> Position:
+        """Slot of a token after the sinks."""
         sinks = self.sinks[row]
-        ring = sinks + (position - sinks) % (self.capacity[row] - sinks)
-        return torch.where(position < sinks, position, ring)
+        return (position - sinks) % (self.capacity[row] - sinks) + sinks
 
     def select_rows(self, rows: Tensor) -> None:
         super().select_rows(rows)
