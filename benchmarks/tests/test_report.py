@@ -49,6 +49,7 @@ def records() -> list[Record]:
                         prompt_tokens=context,
                         budget_entries=context if method == "full" else 64,
                         entries_attended=context if method == "full" else 64,
+                        entries_mean=context if method == "full" else 64,
                         device_bytes=2**20 if method == "full" else 2**17,
                         host_bytes=0,
                         full_kv_bytes=2**20,
@@ -107,6 +108,13 @@ def test_one_page_with_all_rows_and_pictures(tmp_path: Path) -> None:
     assert saved[5 * 2]["failed"] == "1" and saved[5 * 2]["score"] == ""
     assert (saved[-1]["hit_rate"], saved[-1]["moved_kib"]) == ("0.375", "1.5")
     assert len((out / "report.md").read_text().split("\n\n")[0].splitlines()) == len(rows) + 2
+
+
+def test_without_heat_maps(tmp_path: Path) -> None:
+    folder = write(tmp_path / "results", records())
+    assert run(folder, "--no-heat-maps").exit_code == 0
+    names = {path.name.split("-")[0] for path in (folder / "report").glob("*.png")}
+    assert names == {"budget", "context", "pareto", "tasks"}
 
 
 def test_several_folders_make_one_report(tmp_path: Path) -> None:

@@ -24,7 +24,16 @@ from kv_bench.ask import replies
 from kv_bench.cli import main
 from kv_bench.journal import COLUMNS
 from kv_bench.tasks import TASKS, encode
-from kv_integration import FullKV, SABlock, SemantiCache, SentenceKV, SnapKV, attach
+from kv_integration import (
+    FullKV,
+    InfiniGen,
+    SABlock,
+    SemantiCache,
+    SentenceKV,
+    ShadowKV,
+    SnapKV,
+    attach,
+)
 from kv_integration.answer import GREEDY
 
 TIMES = ("prefill", "prefill_s", "ttft_s", "per_token_s")
@@ -186,6 +195,7 @@ def test_turns_equal_each_method_alone(aware: bool, template: bool) -> None:
             weight.data *= 8  # or attention is nearly uniform, and methods hardly differ
     methods = [FullKV(), SnapKV(budget=20, window=8), SentenceKV(budget=24, window=8)]
     methods += [SABlock(budget=24, window=8), SemantiCache(budget=60)]
+    methods += [ShadowKV(budget=24, window=8, chunk=2, outliers=1, rank=12), InfiniGen(budget=24)]
     sample = Numbers(questions=3).samples(tokenizer, length=120)[1]
     encoded = encode(tokenizer, sample)
     found = replies(model, tokenizer, encoded, methods, aware=aware, max_new_tokens=6)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator, PercentFormatter
+from matplotlib.ticker import FormatStrFormatter, NullLocator, PercentFormatter
 
 from kv_bench.summary import Summary
 
@@ -31,6 +31,7 @@ FULL: dict[str, Any] = {
 OUTLINE: dict[str, Any] = {"markeredgecolor": "white", "markeredgewidth": 0.4}
 MIB = 2**20
 MOST_COLUMNS = 3
+LEGEND_LINE = 0.17  # inches
 SMALL, LARGE = 5.0, 10.0  # markers of the smallest and the largest budget
 
 Value = Callable[[Summary], float | None]
@@ -199,8 +200,8 @@ def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, flo
 
 
 def share(row: Summary) -> float:
-    """Of the prompt that a step attends."""
-    return (row.entries_attended or 0.0) / (row.prompt_tokens or 1.0)
+    """Of the prompt that a step attends, mean over layers."""
+    return (row.entries_mean or 0.0) / (row.prompt_tokens or 1.0)
 
 
 def mean_over(rows: Iterable[Summary], x: Value, y: Value) -> list[tuple[float, float]]:
@@ -239,6 +240,11 @@ def label_score(axes: Axes, rows: Sequence[Summary]) -> None:
     axes.set_ylabel(rows[0].metric if len(metrics) == 1 else "score")
     if not rows[0].lower_is_better:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        return
+    axes.set_yscale("log")  # a method that breaks a model must not hide what tells the others apart
+    for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        ticks(FormatStrFormatter("%g"))
+    axes.tick_params(axis="y", which="minor", labelsize=7)
 
 
 def grid(count: int, *, width: float = 3.3, height: float = 2.9) -> tuple[Figure, list[Axes]]:
@@ -263,9 +269,12 @@ def finish(
         axes.grid(axis=grid_axis, color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)
         axes.tick_params(labelsize=8)
+        axes.xaxis.label.set_size(9)
+        axes.yaxis.label.set_size(9)
         axes.xaxis.set_minor_locator(NullLocator())
         for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(name, handle)
+    figure.set_figheight(max(figure.get_figheight(), LEGEND_LINE * (len(handles) + 1)))
     figure.legend(
         list(handles.values()),
         list(handles),

@@ -36,7 +36,7 @@ COLUMNS = {
     "budget": "budget",
     "score": "score",
     "score_se": "± SE",
-    "entries_attended": "entries attended",
+    "entries_mean": "entries attended",
     "entries_asked": "entries asked",
     "device_mib": "device MiB",
     "host_mib": "host MiB",
@@ -71,7 +71,7 @@ PAGE = """<!doctype html>
 {% endfor %}
 <p>Aware: context and question are compressed together. Agnostic: the context alone, and the
 question comes as a later turn. Bytes are those of the tensors that existed after the last answer;
-entries are those of the prompt that one decoding step attends per KV head.</p>
+entries are those of the prompt that one decoding step attends per KV head, mean over layers.</p>
 {% for picture in pictures %}
 <figure>
  <img alt="{{ picture.caption }}" src="data:image/png;base64,{{ picture.data }}">
@@ -112,7 +112,13 @@ class Picture:
     metavar="DIR",
     help="The report goes here.  [default: `report` in the first of RESULTS]",
 )
-def report(results: tuple[Path, ...], out: Path | None) -> None:
+@click.option(
+    "--heat-maps/--no-heat-maps",
+    default=True,
+    show_default=True,
+    help="One for each method, budget and task whose needles have a depth.",
+)
+def report(results: tuple[Path, ...], out: Path | None, heat_maps: bool) -> None:
     """Tables and figures of RESULTS, folders that `kv-bench run` has left.
 
     Leaves report.html (one page, pictures included), report.md, report.csv and the pictures in DIR.
@@ -121,7 +127,8 @@ def report(results: tuple[Path, ...], out: Path | None) -> None:
     rows = summarise(records)
     out = results[0] / "report" if out is None else out
     pictures = [render(name, caption, figure) for name, caption, figure in draw(rows)]
-    pictures += heat_maps(records)
+    if heat_maps:
+        pictures += depth_maps(records)
     for picture in pictures:
         with whole_file(out / f"{picture.name}.png") as file:
             file.write_bytes(picture.png)
@@ -217,7 +224,7 @@ def draw(rows: Sequence[Summary]) -> Iterator[tuple[str, str, Figure]]:
         )
 
 
-def heat_maps(records: Sequence[Record]) -> list[Picture]:
+def depth_maps(records: Sequence[Record]) -> list[Picture]:
     """Score over context and depth, for tasks whose samples have a depth."""
     from kv_bench.heatmap import draw as draw_map
 

@@ -46,6 +46,10 @@ class Shared(Method):
         return "all" if "all" in wanted else "prompt" if "prompt" in wanted else None
 
     @property
+    def holds_rope(self) -> bool:
+        return self.methods[self.active].holds_rope
+
+    @property
     def name(self) -> str:
         return self.methods[self.active].name
 

@@ -369,7 +369,8 @@ class KVCache(Cache):
         held = [x for part in self._prompt for x in part]
         held += [self.prompt_valid, self.valid, self.order, self._passing]
         own = storage_bytes(*(x for x in held if x is not None))
-        own += sum(tables.nbytes for tables in self.ropes)
+        if self.method.holds_rope:
+            own += sum(tables.nbytes for tables in self.ropes)
         return own + (0 if self.surprise is None else self.surprise.nbytes)
 
     def _layer_report(self, layer: CompressedLayer | SlidingLayer) -> LayerReport:

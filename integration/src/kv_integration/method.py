@@ -210,6 +210,11 @@ class Method(ABC):
         """Name in reports and on the command line."""
         return type(self).__name__.lower()
 
+    @property
+    def holds_rope(self) -> bool:
+        """Whether cos and sin in the cache are there for this method, and count as its bytes."""
+        return self.rope is not None
+
     def bound(self, model: PreTrainedModel) -> Method:
         """This method with what it has in a file for `model`; called when a cache is made."""
         return self
