@@ -85,6 +85,7 @@ class SeKV(Method):
     alpha: float = 1.0
     min_length: int = 16
     max_length: int | None = 64
+    trail: int = 2
     max_rank: int = 32
     routing_dim: int = 32
     router: Router | str | Path | None = None
@@ -105,6 +106,7 @@ class SeKV(Method):
         for name, least in (
             ("window", 1),
             ("min_length", 1),
+            ("trail", 0),
             ("max_rank", 0),
             ("routing_dim", 1),
             ("sinks", 0),
@@ -255,6 +257,7 @@ class SpanPlan(Plan):
             alpha=method.alpha,
             min_length=method.min_length,
             max_length=method.max_length,
+            trail=method.trail,
             kind=method.segmentation,
             chunk_size=method.chunk_size,
             anchors=method.anchors,
