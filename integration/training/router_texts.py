@@ -20,7 +20,10 @@ from kv_integration import haystack
 from kv_integration.embedded import model_path
 
 EPISODES = (512, 768, 1024, 1536)  # tokens from a conversation's first word to its last answer
-FACTS = 4, 16  # of a conversation, and as many questions: each is an event that a router learns from
+FACTS = (
+    4,
+    16,
+)  # of a conversation, and as many questions: each is an event that a router learns from
 
 
 def streams(tokenizer) -> list[np.ndarray]:

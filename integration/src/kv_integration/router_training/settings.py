@@ -140,6 +140,15 @@ COUNTS = (
 )
 SHARES = ("warmup", "absorbed", "far_mass", "few", "coverage")
 NOT_NEGATIVE = (
-    *("learning_rate", "weight_decay", "clip", "alpha", "trail", "sinks", "random", "positive_weight"),
+    *(
+        "learning_rate",
+        "weight_decay",
+        "clip",
+        "alpha",
+        "trail",
+        "sinks",
+        "random",
+        "positive_weight",
+    ),
     *("zoom_weight", "recon_weight", "budget_weight", "rank_cost"),
 )
