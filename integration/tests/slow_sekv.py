@@ -15,11 +15,13 @@ def boundaries(surprisal, alpha):
     return [h > mean + alpha * deviation for h in surprisal]
 
 
-def segment(marks, first, stop, *, min_length, max_length, anchors=True):
-    """Exact positions and spans (lists of positions) of the tokens first .. stop - 1."""
+def segment(marks, first, stop, *, min_length, max_length, trail=0, anchors=True):
+    """Exact positions and spans (lists of positions) of the tokens first .. stop - 1.
+
+    The `trail` tokens after an anchor are exact, too."""
     runs = []
     for t in range(first, stop):
-        anchor = marks[t] and anchors
+        anchor = anchors and any(marks[max(first, t - trail) : t + 1])
         opens = not runs or marks[t] or (anchors and runs[-1][1])
         if opens:
             runs.append(([], anchor))

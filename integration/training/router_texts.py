@@ -20,6 +20,10 @@ from kv_integration import haystack
 from kv_integration.embedded import model_path
 
 EPISODES = (512, 768, 1024, 1536)  # tokens from a conversation's first word to its last answer
+FACTS = (
+    4,
+    16,
+)  # of a conversation, and as many questions: each is an event that a router learns from
 
 
 def streams(tokenizer) -> list[np.ndarray]:
@@ -34,7 +38,7 @@ def document(sampler: Sampler, tokens: int) -> list[int]:
     ids: list[int] = []
     while len(ids) < tokens:
         length = int(sampler.rng.choice(EPISODES))
-        facts = int(sampler.rng.integers(2, 9))
+        facts = int(sampler.rng.integers(FACTS[0], FACTS[1] + 1))
         ids += sampler.document(length, facts, facts).ids.tolist()
     return ids
 

@@ -53,6 +53,7 @@ class Segmentation:
     alpha: float
     min_length: int
     max_length: int | None
+    trail: int
     kind: Literal["surprisal", "fixed"]
     chunk_size: int
     anchors: bool
@@ -66,7 +67,8 @@ class Segmentation:
             BudgetTooSmallError: with the least budget that a prompt of so many tokens needs.
         """
         if tokens > granted:
-            self._refuse(np.zeros(tokens, dtype=np.bool_), granted)
+            longest = None if self._fits else self.max_length
+            self._refuse(np.zeros(tokens, dtype=np.bool_), granted, longest)
 
     def spans(self, surprisal: Tensor, granted: int) -> Spans:
         """Cut a prompt of surprisal float32[T] for steps of `granted` entries.
@@ -80,11 +82,11 @@ class Segmentation:
             every, none = np.arange(tokens), np.empty(0, dtype=np.int64)
             return _as_spans(every, none, np.zeros(1, dtype=np.int64), h, 0, device)
         body, limit = self._body(tokens, granted)
-        boundaries = by_surprisal(h, self.alpha, 1)[1]
-        if self.fit is not None and self.kind == "surprisal":
-            boundaries[body] = self._fitted(h[body], boundaries[body], limit)
-        self._refuse(boundaries, granted)
-        offsets, kept = self._cut(boundaries[body], limit)
+        boundaries, longest = by_surprisal(h, self.alpha, 1)[1], self.max_length
+        if self._fits:
+            boundaries[body], longest = self._fitted(h[body], boundaries[body], limit)
+        self._refuse(boundaries, granted, longest)
+        offsets, kept = self._cut(boundaries[body], longest)
         lengths = np.diff(offsets)
         exact = np.ones(tokens, dtype=np.bool_)
         exact[body] = np.repeat(kept, lengths)
@@ -99,10 +101,30 @@ class Segmentation:
         sinks = min(self.sinks, rest)
         return slice(sinks, tokens - window), granted - window - sinks
 
-    def _fitted(self, h: NDArray[np.float32], boundaries: Mask, limit: int) -> Mask:
-        """The boundaries, or as many of the most surprising ones as leave room in `limit` entries:
-        alpha rises from one token's surprisal to the next one's."""
-        most = self._resident_share(limit)
+    @property
+    def _fits(self) -> bool:
+        """Whether alpha and the spans' length give way to the budget."""
+        return self.fit is not None and self.kind == "surprisal"
+
+    def _fitted(
+        self, h: NDArray[np.float32], boundaries: Mask, limit: int
+    ) -> tuple[Mask, int | None]:
+        """Boundaries and the longest span, in tokens, for `limit` entries.
+
+        A share `fit` of the entries is for what is always attended, spans uncut; what they leave is
+        for cutting spans and expanding them. Where that does not reach for a single span of at most
+        `max_length`, nothing can be expanded, and all entries are for what is always attended.
+        """
+        share = limit if self.fit is None else int(self.fit * limit)
+        fitted = self._most(h, boundaries, share)
+        longest = self._longest(fitted, limit)
+        if longest is None and self.max_length is not None:
+            fitted = self._most(h, boundaries, limit)
+        return fitted, longest
+
+    def _most(self, h: NDArray[np.float32], boundaries: Mask, limit: int) -> Mask:
+        """The boundaries, or as many of the most surprising ones as `limit` entries hold: alpha
+        rises from one token's surprisal to the next one's."""
         order = np.argsort(-h, kind="stable")
         low, high = 0, int(boundaries.sum())
 
@@ -111,50 +133,52 @@ class Segmentation:
             mask[order[:count]] = True
             return mask
 
-        if _resident(*self._cut(boundaries, limit)) <= most:
+        if _resident(*self._cut(boundaries, None)) <= limit:
             return boundaries
         while low + 1 < high:
             middle = (low + high) // 2
-            if _resident(*self._cut(first(middle), limit)) <= most:
+            if _resident(*self._cut(first(middle), None)) <= limit:
                 low = middle
             else:
                 high = middle
         return first(low)
 
-    def _resident_share(self, limit: int) -> int:
-        """Of `limit` entries, those that `fit` leaves to what is always attended."""
-        return limit if self.fit is None else int(self.fit * limit)
+    def _longest(self, boundaries: Mask, limit: int) -> int | None:
+        """Tokens of the longest span, from twice `min_length` to `max_length`, with which a step
+        can expand the largest share of the spans. None: it can expand no such span."""
+        if self.max_length is None:
+            return None
+        offsets, kept = self._cut(boundaries, None)
+        lengths = np.diff(offsets)[~kept]
+        sizes = np.arange(2 * self.min_length, self.max_length + 1)
+        means = (-(-lengths[:, None] // sizes)).sum(0)
+        room = limit - int(np.diff(offsets)[kept].sum()) - means
+        spans = np.minimum(room // (sizes - 1), means)  # in place of its mean
+        best = int((spans / np.maximum(means, 1)).argmax())
+        return int(sizes[best]) if spans[best] > 0 else None
 
-    def _longest(self, count: int, limit: int) -> int | None:
-        """Tokens of the longest span where `count` tokens have `limit` entries: no more than a step
-        has room to expand, where spans so short fit, each of at least `min_length` tokens."""
-        if self.max_length is None or self.fit is None or self.kind == "fixed":
-            return self.max_length
-        resident = self._resident_share(limit)
-        longest = limit - resident + 1  # in place of its mean
-        if longest < 2 * self.min_length or -(-count // longest) > resident:
-            return self.max_length
-        return min(self.max_length, longest)
-
-    def _cut(self, boundaries: Mask, limit: int) -> tuple[Offsets, Mask]:
+    def _cut(self, boundaries: Mask, longest: int | None) -> tuple[Offsets, Mask]:
         """Segments of the tokens between sinks and window, and which of them are kept as they are.
 
-        limit: entries that these tokens may take. Returns offsets int64[K + 1] and bool[K].
+        longest: tokens of a span; longer ones are cut into equal parts. Returns offsets
+        int64[K + 1] and bool[K].
         """
         count = len(boundaries)
         if self.kind == "fixed":
             offsets, kept = fixed(count, self.chunk_size), np.zeros(count, dtype=np.bool_)
         else:
-            kept = boundaries if self.anchors else np.zeros(count, dtype=np.bool_)
-            starts = boundaries.copy()
-            if self.anchors:  # a span begins after an anchor
-                starts[1:] |= boundaries[:-1]
+            kept, starts = np.zeros(count, dtype=np.bool_), boundaries.copy()
+            if self.anchors:
+                kept = boundaries.copy()
+                for after in range(1, min(self.trail, count - 1) + 1):
+                    kept[after:] |= boundaries[:-after]
+                starts = kept.copy()
+                starts[1:] |= kept[:-1]  # a span begins after what is kept
             starts[:1] = True
             offsets = np.append(np.flatnonzero(starts), count)
         lengths = np.diff(offsets)
         short = lengths < (self.min_length if len(lengths) > 1 else 0)
         exact = kept[offsets[:-1]] | short
-        longest = self._longest(count, limit)
         if longest is None:
             return offsets, exact
         parts = np.where(exact, 1, -(-lengths // longest))
@@ -163,19 +187,19 @@ class Segmentation:
         starts = offsets[owner] + place * lengths[owner] // parts[owner]
         return np.append(starts, count), exact[owner]
 
-    def _least(self, boundaries: Mask, granted: int) -> int:
+    def _least(self, boundaries: Mask, granted: int, longest: int | None) -> int:
         """Entries that are always attended with these boundaries [T]."""
         body, limit = self._body(len(boundaries), granted)
-        return granted - limit + _resident(*self._cut(boundaries[body], limit))
+        return granted - limit + _resident(*self._cut(boundaries[body], longest))
 
-    def _refuse(self, boundaries: Mask, granted: int) -> None:
-        least = self._least(boundaries, granted)
+    def _refuse(self, boundaries: Mask, granted: int, longest: int | None) -> None:
+        least = self._least(boundaries, granted, longest)
         if least <= granted:
             return
         tokens = len(boundaries)
 
         def holds(budget: int) -> bool:
-            return self._least(boundaries, budget) <= budget
+            return self._least(boundaries, budget, longest) <= budget
 
         # The window grows with the budget, so what is attended does, too: by less, but for a short
         # run that comes and goes at the window's edge.

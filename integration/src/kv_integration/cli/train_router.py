@@ -30,6 +30,7 @@ HELP = {
     "alpha": "Boundary sensitivity.",
     "min_length": "Shortest span, L_min.",
     "max_length": "Longest span.",
+    "trail": "Tokens after an anchor that stay as they are, too.",
     "window": "Local window w, at most a quarter of the budget.",
     "sinks": "First tokens that are no part of a span.",
     "budgets": "Shares of a window that spans are cut for; each window draws one.",

@@ -50,9 +50,15 @@ class SeKV(Method):
         alpha: boundary sensitivity, in standard deviations, at least 0.
         min_length, max_length: shortest and longest span in tokens. Shorter runs stay as they are
             (L_min); longer ones are cut into equal parts, which the paper does not say: a span
-            that no budget can expand would be lost. With `fit` they are cut to what a small budget
-            has room to expand, where that is at least twice `min_length` and the spans fit. None:
-            as the text falls.
+            that no budget can expand would be lost. With `fit` they are cut to the length, at least
+            twice `min_length`, at which a step can expand the largest share of them. None: as the
+            text falls.
+        trail: tokens after each anchor that stay as they are, too; 0 for the paper's letter. At
+            alpha = 1 the next anchor is a few tokens away, and L_min keeps what lies between. Where
+            `fit` raises alpha anchors stand alone, and what follows one would lie in a span, whose
+            mean says little of it. Yet there a query finds an anchor again: attention copies from
+            what follows the token it knows, and the rest of a surprising name or number surprises
+            less than its beginning.
         max_rank: components per span at most (R_max); 0 stores none and expands nothing.
         routing_dim: d', for routing without a router; at most the head dimension.
         router: a trained `Router` or its file, which is loaded when a cache is made; "embedded" is
@@ -61,10 +67,13 @@ class SeKV(Method):
             threshold is the `quantile` of the scores that the prompt's last queries give spans.
         quantile: see `router`; in [0, 1), 0 expands as many spans as the budget allows.
         threshold: one tau in [0, 1] for all heads, in place of the router's or the quantile's.
-        fit: raise alpha where anchors, short spans and span means would take more than this share
-            of what the window leaves of the budget; the rest is for expanded tokens. With alpha =
-            1 they are most of a text (a sixth are anchors, a few tokens apart), which no budget of
-            10% can hold. None takes alpha to the letter, and what does not fit is an error.
+        fit: raise alpha where anchors, short spans and means of spans, uncut, would take more than
+            this share of what window and sinks leave of the budget; the rest is for cutting spans
+            and expanding them. With alpha = 1 they are most of a text (a sixth are anchors, a few
+            tokens apart), which no budget of 10% can hold. Where the rest does not reach to expand
+            a single span, as at 5% of some thousand tokens, anchors may take all of it, and spans
+            stay as long as they are. None takes alpha to the letter, and what does not fit is an
+            error.
         sinks: first tokens, always kept as they are, since nothing predicts the first one, and
             attention rests on it in many models. 0 for the paper's letter.
         segmentation: `surprisal`, or for ablation `fixed` runs of `chunk_size` tokens.
@@ -85,6 +94,7 @@ class SeKV(Method):
     alpha: float = 1.0
     min_length: int = 16
     max_length: int | None = 64
+    trail: int = 2
     max_rank: int = 32
     routing_dim: int = 32
     router: Router | str | Path | None = None
@@ -105,6 +115,7 @@ class SeKV(Method):
         for name, least in (
             ("window", 1),
             ("min_length", 1),
+            ("trail", 0),
             ("max_rank", 0),
             ("routing_dim", 1),
             ("sinks", 0),
@@ -255,6 +266,7 @@ class SpanPlan(Plan):
             alpha=method.alpha,
             min_length=method.min_length,
             max_length=method.max_length,
+            trail=method.trail,
             kind=method.segmentation,
             chunk_size=method.chunk_size,
             anchors=method.anchors,

@@ -24,7 +24,7 @@ class Training:
             without a better one before training stops. The paper stops early without saying when.
 
     Spans, cut as `SeKV` cuts them, with its defaults:
-        alpha, min_length, max_length, window, sinks: as there.
+        alpha, min_length, max_length, trail, window, sinks: as there.
         budgets: each window draws one of these shares. As in `SeKV`, alpha rises until the exact
             tokens fit, and w is at most a quarter of it: the router meets the spans that it will
             route.
@@ -59,6 +59,7 @@ class Training:
     alpha: float = 1.0
     min_length: int = 16
     max_length: int | None = 64
+    trail: int = 2
     window: int = 512
     sinks: int = 4
     budgets: tuple[float, ...] = (0.05, 0.1, 0.15, 0.2)
@@ -103,6 +104,7 @@ class Training:
             alpha=self.alpha,
             min_length=self.min_length,
             max_length=self.max_length,
+            trail=self.trail,
             kind="surprisal",
             chunk_size=self.min_length,
             anchors=anchors,
@@ -138,6 +140,15 @@ COUNTS = (
 )
 SHARES = ("warmup", "absorbed", "far_mass", "few", "coverage")
 NOT_NEGATIVE = (
-    *("learning_rate", "weight_decay", "clip", "alpha", "sinks", "random", "positive_weight"),
+    *(
+        "learning_rate",
+        "weight_decay",
+        "clip",
+        "alpha",
+        "trail",
+        "sinks",
+        "random",
+        "positive_weight",
+    ),
     *("zoom_weight", "recon_weight", "budget_weight", "rank_cost"),
 )
