@@ -269,8 +269,8 @@ def finish(
         axes.grid(axis=grid_axis, color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)
         axes.tick_params(labelsize=8)
-        axes.xaxis.label.set_size(9)
-        axes.yaxis.label.set_size(9)
+        axes.xaxis.label.set_fontsize(9)
+        axes.yaxis.label.set_fontsize(9)
         axes.xaxis.set_minor_locator(NullLocator())
         for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(name, handle)
