@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from kv_integration.embedded import model_path
 from kv_integration.method import Plan, Row
 from kv_integration.rope import RopeTables, Rotation, Turn, spread
 
+LICENCE = Path(__file__).parents[1] / "LICENSE"
 NEAR = 1e-4  # scores nearer than this to each other may be taken in either order
 
 
@@ -192,15 +194,21 @@ def embedded():
     "method",
     [
         ShadowKV(budget=96, rank=24, outliers=4, window=16),
-        ShadowKVPlus(budget=0.2, rank=48, outliers=3, window=16, recent=12),
+        ShadowKVPlus(budget=0.2, rank=40, outliers=3, window=16, recent=12),
     ],
     ids=lambda m: m.name,
 )
 def test_decoding_is_the_papers_on_a_real_prompt(embedded, method, monkeypatch):
     """Every layer of the embedded model, one of them without RoPE, over a text with a needle."""
     model, tokenizer = embedded
+    # of a text that no version of Python changes: ranks where singular values are far apart
     text = haystack.needle_prompt(
-        tokenizer, context=400, depth=0.4, seed="real", keys=haystack.read_keys(model_path())
+        tokenizer,
+        context=400,
+        depth=0.4,
+        seed="real",
+        keys=haystack.read_keys(model_path()),
+        text=LICENCE.read_text(encoding="utf-8"),
     )
     seen, compress = [], type(method).compress
 
