@@ -220,15 +220,21 @@ class ShadowState(LayerState):
         self.exact.append(keys, values, valid)
         if max(self.selected) == 0:
             return self.exact.attend(queries, scale=scale)[0]
-        chunks = self._select(queries[:, :, -1:], scale)
+        prefetched: Tensor | None = None
         if queries.shape[2] == 1:
-            self.hits.prefetch(chunks)  # on CUDA values come while the exact entries are attended
+            prefetched = self._select(queries, scale)
+            self.hits.prefetch(prefetched)  # on CUDA they come while exact entries are attended
+
+        def chosen(last: Tensor) -> tuple[Tensor, Tensor]:
+            chunks = self._select(last, scale) if prefetched is None else prefetched
+            return self._rebuilt(last, chunks, self.hits.fetch(chunks), scale)
+
         near = self.exact.attend(queries, scale=scale)
         found = by_need(
             queries,
             alone(queries, valid),
             whole=lambda queries: self._attend_all(queries, scale),
-            chosen=lambda last: self._rebuilt(last, chunks, self.hits.fetch(chunks), scale),
+            chosen=chosen,
         )
         return merge_states([near, found])[0]
 
