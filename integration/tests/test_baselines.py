@@ -11,6 +11,7 @@ import torch
 from families import prompt as words
 
 from kv_integration import D2O, H2O, TOVA, CaM, ChunkKV, PyramidKV, SABlock, SnapKV, StreamingLLM
+from kv_integration.baselines.d2o import best_match
 from kv_integration.method import Context, Row
 
 SEEDS = pytest.mark.parametrize("seed", range(4))
@@ -401,6 +402,20 @@ def test_d2o_averages_similar_entries_and_drops_the_others(seed, heads, groups, 
         assert at == kept
         np.testing.assert_allclose(keys, merged_keys, atol=1e-5)
         np.testing.assert_allclose(values, merged_values, atol=1e-5)
+
+
+@SEEDS
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 100])
+def test_d2o_compares_with_every_kept_entry(seed, count):
+    keys = torch.randn(1, 2, 300, 8, generator=torch.Generator().manual_seed(seed))
+    kept = torch.arange(300).view(2, 150)[None, :, -count:].contiguous()
+    cosine, nearest = best_match(keys, kept)
+    for head in range(2):
+        own = np.float64(keys[0, head])
+        own /= np.linalg.norm(own, axis=-1, keepdims=True)
+        cosines = own @ own[kept[0, head].numpy()].T
+        np.testing.assert_allclose(cosine[0, head].numpy(), cosines.max(-1), atol=1e-6)
+        np.testing.assert_array_equal(nearest[0, head].numpy(), cosines.argmax(-1))
 
 
 @SEEDS

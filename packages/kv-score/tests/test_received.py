@@ -57,6 +57,42 @@ def test_very_large_logits_stay_finite():
     torch.testing.assert_close(scores.sum(), torch.tensor(18.0))
 
 
+def test_one_block_of_large_logits_among_small_ones():
+    queries, keys, values = (normal(i, 1, 1, 8, 4) for i in range(3))
+    queries[:, :, 3] *= 100
+    out, scores = attend_and_accumulate(queries, keys, values, rows=2)
+    weights = attention(queries, keys)
+    torch.testing.assert_close(out.double(), weights @ values.double(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(scores.double(), weights.sum(2), atol=1e-4, rtol=1e-4)
+
+
+@given(
+    st.integers(2, 40),
+    st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+    st.floats(0, 400),
+    st.sampled_from([-1, 0, 1]),
+    st.sampled_from([1e-3, 1.0, 1e30]),
+    st.integers(1, 40),
+    seeds,
+)
+def test_logits_of_any_size(tokens, dtype, largest, sign, value, rows, seed):
+    # On one side, all logits are close to the largest or to the least that their bound allows.
+    queries, keys = (normal(seed + i, 1, 1, tokens, 4) for i in range(2))
+    if sign:
+        queries, keys = queries.abs() + 1, keys.abs() + 1
+    queries /= queries.norm(dim=-1).amax()
+    keys *= (sign or 1) * largest / keys.norm(dim=-1).amax()
+    queries, keys = queries.to(dtype), keys.to(dtype)
+    values = (normal(seed + 2, 1, 1, tokens, 3) * value).to(dtype)
+    out, scores = attend_and_accumulate(queries, keys, values, scale=1.0, rows=rows)
+    weights = attention(queries, keys, 1.0)
+    torch.testing.assert_close(scores.double(), weights.sum(2), atol=1e-5, rtol=1e-3)
+    rounding = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 3e-2}[dtype]
+    torch.testing.assert_close(
+        out.double() / value, weights @ values.double() / value, atol=rounding, rtol=rounding
+    )
+
+
 def test_the_whole_matrix_is_never_held():
     queries, keys = normal(0, 1, 2, 1024, 8), normal(1, 1, 1, 1024, 8)
     whole = 2 * 1024 * 1024 * 4

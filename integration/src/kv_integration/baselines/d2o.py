@@ -22,7 +22,8 @@ from kv_integration.heavy import check_recent, heavy_hitters
 from kv_integration.kept import hold
 from kv_integration.method import LayerState, Method, Plan, Row
 
-CHUNK = 1024  # evicted entries that are compared with all kept ones at a time
+CHUNK = 256  # entries that are compared with all kept ones at a time: what stays in the cache
+RUN = 32  # kept entries whose best is found before the best of all
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,21 @@ class D2O(Method):
 def best_match(keys: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
     """For each key the best cosine with a kept one, float32[1, H, T], and which: int64[1, H, T]."""
     unit = normalize(keys.float(), dim=-1)
+    count = kept.shape[2]
+    # whole runs: the last one is filled up with the last entry
+    kept = torch.cat([kept, kept[..., -1:].expand(-1, -1, -count % RUN)], 2)
     own = take(unit, kept)
-    parts = [(part @ own.mT).max(-1) for part in unit.split(CHUNK, dim=2)]
-    return torch.cat([p.values for p in parts], 2), torch.cat([p.indices for p in parts], 2)
+    parts = [_largest(part @ own.mT) for part in unit.split(CHUNK, dim=2)]
+    cosine, nearest = (torch.cat(part, 2) for part in zip(*parts, strict=True))
+    return cosine, nearest.clamp(max=count - 1)
+
+
+def _largest(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest of each row of x [..., N] and where it is, run by run: a search for an index is slow.
+
+    N: a multiple of `RUN`.
+    """
+    runs = x.unflatten(-1, (-1, RUN))
+    largest, run = runs.amax(-1).max(-1)
+    inner = runs.gather(-2, run[..., None, None].expand(*run.shape, 1, RUN)).squeeze(-2)
+    return largest, run * RUN + inner.argmax(-1)

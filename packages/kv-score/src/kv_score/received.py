@@ -19,6 +19,7 @@ from kv_score._checks import (
 from kv_score._groups import REDUCTIONS, Reduce, reduce_groups
 
 _LOG2_E = math.log2(math.e)  # softmax in powers of two, which are the faster ones
+_RANGE = 112  # where sums stay below 2**_RANGE: float32 ends at 2**128
 
 
 @torch.no_grad()
@@ -65,16 +66,17 @@ def attend_and_accumulate(
     scale, group, width = size**-0.5 if scale is None else scale, heads // kv_heads, values.shape[3]
     out = queries.new_empty(batch * kv_heads, group, count, width)
     received = torch.zeros(batch * kv_heads, group, tokens, device=keys.device)
-    lists = [x.flatten(0, 1) for x in (keys, values)]
+    keys, values = keys.flatten(0, 1), values.flatten(0, 1)
     asked = queries.reshape(batch * kv_heads, group, count, size)
     together = 1 if keys.device.type == "cpu" else batch * kv_heads
     block = max(min(rows // group, count), 1)
-    future = torch.ones(block, block, dtype=torch.bool, device=keys.device).triu(1)
+    future = torch.full((block, block), -math.inf, device=keys.device).triu(1)
     room = torch.empty(together * group * block * tokens, device=keys.device)
+    tame = _tame(asked, keys, values, abs(scale) * _LOG2_E, block)
     for first in range(0, batch * kv_heads, together):
         part = slice(first, first + together)
-        own_keys, own_values = lists[0][part].float().mT, lists[1][part]
-        for start in range(0, count, block):
+        own_keys, own_values = keys[part].float().mT, values[part]
+        for number, start in enumerate(range(0, count, block)):
             stop = min(start + block, count)
             new, end = stop - start, tokens - count + stop
             packed = asked[part, :, start:stop].flatten(1, 2).float() * (scale * _LOG2_E)
@@ -82,9 +84,11 @@ def attend_and_accumulate(
             weights = room[: math.prod(shape)].view(shape)
             torch.bmm(packed, own_keys[..., :end], out=weights)
             latest = weights.unflatten(1, (group, new))[..., end - new :]
-            latest.masked_fill_(future[:new, :new], -math.inf)
+            latest.add_(future[:new, :new])
+            if not tame[part, number].all():
+                weights.sub_(weights.amax(-1, keepdim=True))
+            weights.exp2_()
             # The rows are divided by their sums not here but where they are added up.
-            weights.sub_(weights.amax(-1, keepdim=True)).exp2_()
             share = weights.sum(-1, keepdim=True).reciprocal_()
             attended = (weights.to(values.dtype) @ own_values[:, :end]).mul_(share)
             out[part, :, start:stop] = attended.unflatten(1, (group, new))
@@ -92,3 +96,26 @@ def attend_and_accumulate(
             received[part, :, :end] += sums.view(-1, group, end)
     scores = reduce_groups(received.unflatten(0, (batch, kv_heads)), reduce)
     return out.view(batch, heads, count, width), scores
+
+
+def _tame(queries: Tensor, keys: Tensor, values: Tensor, scale: float, block: int) -> Tensor:
+    """bool[L, blocks] on the host: where no weight needs its row's largest logit taken off.
+
+    A logit is at most |q| |k| scale in magnitude, so that neither sums of T weights 2**logit, as
+    they are, nor those of weighted values overflow, and what a row loses to underflow is less than
+    2**(_RANGE - 149) of its largest weight. Two passes over the weights are saved.
+
+    queries: [L, G, N, D], keys: [L, T, D], values: [L, T, E], scale: of logits in powers of two.
+    """
+    blocks = range(0, queries.shape[2], block)
+    if not blocks or values.dtype == torch.float16:
+        return torch.zeros(len(queries), len(blocks), dtype=torch.bool)
+    longest, largest = (_lengths(x).amax(1) for x in (keys, values))
+    room = _RANGE - math.log2(keys.shape[1]) - largest.clamp(min=1).log2()
+    reach = _lengths(queries).amax(1) * (longest[:, None] * scale)
+    return torch.stack([x.amax(1) <= room for x in reach.split(block, 1)], 1).cpu()
+
+
+def _lengths(x: Tensor) -> Tensor:
+    """float32[...]: the lengths of vectors [..., D]."""
+    return torch.linalg.vector_norm(x.float(), dim=-1)
