@@ -25,7 +25,7 @@ from kv_integration.retrieval import alone, by_need
 from kv_integration.storable import storable
 from kv_lowrank import LowRank, split_heads, truncated_svd, unrotate
 from kv_offload import HitCache, TieredStore, storage_bytes
-from kv_score import chunk_outliers
+from kv_score import chunk_mean, chunk_outliers
 
 RANK = 160  # the paper's, for keys of 1,024 channels
 
@@ -70,6 +70,7 @@ class ShadowKV(Method):
     rank: int | None = None
     chunk: int = 8
     outliers: int = 48
+    outlier_by: Literal["cosine", "distance"] = "cosine"
     window: int = 32
     sparse: int | float | None = None
     tier: Literal["host", "disk"] = "host"
@@ -96,12 +97,12 @@ class ShadowKV(Method):
         cut = share.chunks * self.chunk
         keys, values = row.keys[:, :, :cut], row.values[:, :, :cut]
         factors = self._factors(row)
-        outliers = chunk_outliers(keys, self.chunk, share.outliers)
+        outliers = chunk_outliers(keys, self.chunk, share.outliers, by=self.outlier_by)
         latest = torch.arange(row.tokens - share.exact, row.tokens, device=keys.device)
         exact = torch.cat(
             [tokens_of(outliers, self.chunk), latest.expand(1, keys.shape[1], -1)], dim=-1
         )
-        landmarks = keys.unflatten(2, (share.chunks, self.chunk)).mean(3)
+        landmarks = chunk_mean(keys, self.chunk)
         free = torch.ones(landmarks.shape[:3], dtype=torch.bool, device=keys.device)
         return ShadowRow(
             left=factors.left[:, 0, :cut],
