@@ -92,9 +92,7 @@ class ShadowKV(Method):
         if self.tier not in ("host", "disk"):
             raise ValueError(f"tier must be 'host' or 'disk', got {self.tier!r}")
         if self.outlier_by not in ("cosine", "distance"):
-            raise ValueError(
-                f"outlier_by must be 'cosine' or 'distance', got {self.outlier_by!r}"
-            )
+            raise ValueError(f"outlier_by must be 'cosine' or 'distance', got {self.outlier_by!r}")
 
     def compress(self, rows: Sequence[Row], plan: Plan) -> LayerState:
         return ShadowState([self._compress_row(row) for row in rows], rows, self)
