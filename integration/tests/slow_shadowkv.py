@@ -48,10 +48,16 @@ def cosine(a, b):
     return a @ b / math.sqrt((a @ a) * (b @ b))
 
 
+def nearness(a, b):
+    return -math.sqrt((a - b) @ (a - b))
+
+
 class Shadow:
     """keys, values [H, T, D] of a prompt, the keys after RoPE by `angle(token)` -> (cos, sin)s."""
 
-    def __init__(self, keys, values, angle, pairs, budget, *, chunk, window, outliers, rank, scale):
+    def __init__(
+        self, keys, values, angle, pairs, budget, *, chunk, window, outliers, rule, rank, scale
+    ):
         self.angle, self.pairs, self.scale, self.chunk = angle, pairs, scale, chunk
         self.keys, self.values = ([list(np.float64(x)) for x in each] for each in (keys, values))
         heads, tokens = len(self.keys), len(self.keys[0])
@@ -68,6 +74,7 @@ class Shadow:
         self.left = [left[t, :rank] * sigma[:rank] for t in range(chunks * chunk)]
         self.exact = list(range(tokens - exact, tokens))
         self.chunks = [self.chunk_at(a) for a in range(0, chunks * chunk, chunk)]
+        self.fit = {"cosine": cosine, "distance": nearness}[rule]
         self.outliers = [self.worst(h, static) for h in self.heads]
 
     def plain(self, head, token):
@@ -80,11 +87,11 @@ class Shadow:
         return sum(self.keys[head][t] for t in tokens) / len(tokens)
 
     def worst(self, head, count):
-        """Chunks with the lowest minimum cosine to their mean."""
+        """Chunks of which some key fits their mean least."""
         lowest = []
         for number, tokens in enumerate(self.chunks):
             mean = self.mean(head, tokens)
-            lowest.append((min(cosine(self.keys[head][t], mean) for t in tokens), number))
+            lowest.append((min(self.fit(self.keys[head][t], mean) for t in tokens), number))
         return [number for _, number in sorted(lowest)[:count]]
 
     def scores(self, head, queries):

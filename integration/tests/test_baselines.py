@@ -165,10 +165,11 @@ def test_streamingllm_takes_several_tokens_at_once(tokens, pieces):
         seen += count
 
 
-def compress_without_positions(method, prompt):
+def compress_without_positions(method, prompt, **where):
     last = min(max(method.observe, 1), prompt.tokens)
     parts = prompt.queries[None, :, prompt.tokens - last :], prompt.keys[None], prompt.values[None]
-    return method.compress([Row(0, *parts, prompt.scale)], method.begin([], Context(None)))
+    row = Row(0, *parts, prompt.scale, **where)
+    return method.compress([row], method.begin([], Context(None)))
 
 
 class SlowH2O:

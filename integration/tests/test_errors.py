@@ -393,6 +393,7 @@ WRONG = [
     (SentenceKV, {"per": "head"}, "per must be 'layer' or 'kv_head', got 'head'"),
     (SentenceKV, {"group": "sum"}, "group must be 'mean' or 'max', got 'sum'"),
     (Quest, {"page": 0}, "page must be at least 1, got 0"),
+    (Quest, {"whole_layers": -1}, "whole_layers must be at least 0, got -1"),
     (Loki, {"share": 0.0}, r"share must be in \(0, 1\], got 0.0"),
     (Loki, {"share": math.nan}, r"share must be in \(0, 1\], got nan"),
     (InfiniGen, {"share": 1.5}, r"share must be in \(0, 1\], got 1.5"),

@@ -18,7 +18,7 @@ from test_baselines import SHAPES, compress_without_positions
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kv_integration import InfiniGen, Loki, Quest, attach, loki_bases
-from kv_integration.method import Context, Row
+from kv_integration.method import Context, Plan, Row
 
 SEEDS = pytest.mark.parametrize("seed", range(2))
 OFFLOAD = pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
@@ -69,6 +69,31 @@ def test_quest_reads_the_pages_with_the_highest_bounds(seed, heads, groups, offl
     prompt = slow.Prompt(seed, heads=heads, groups=groups)
     state = compress_without_positions(Quest(budget=budget, page=page, offload=offload), prompt)
     check_decoding(state, SlowQuest(prompt, granted(budget, 50), page), prompt, seed)
+
+
+@OFFLOAD
+def test_quest_leaves_the_first_layers_whole(offload):
+    prompt = slow.Prompt(3)
+    method = Quest(budget=12, page=5, offload=offload, whole_layers=2)
+    for layer, whole in enumerate((True, True, False)):
+        state = compress_without_positions(method, prompt, layer=layer, layers=3)
+        assert state.entries().unique().tolist() == [prompt.tokens if whole else 12]
+        assert state.nbytes()["host"] == 0 or not whole
+        loop = SlowQuest(prompt, prompt.tokens if whole else 12, 5)
+        new = tokens_of(2, prompt, 1)
+        _, out = loop.step(*(np.float64(x[0]) for x in new))
+        ours = state.step(*(batched(x) for x in new), valid=None, scale=prompt.scale)
+        np.testing.assert_allclose(ours[0, :, 0], out, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("size", "share", "wanted"),
+    [(128, None, 32), (256, None, 64), (64, None, 32), (20, None, 20), (64, 0.25, 16), (6, 0.3, 2)],
+)
+def test_loki_takes_a_quarter_of_the_dimensions_or_32(size, share, wanted):
+    keys = torch.randn(1, 2, 300, size, generator=torch.Generator().manual_seed(size))
+    state = Loki(budget=12, share=share).compress([Row(0, keys, keys, keys, 1.0)], Plan())
+    assert state.index.keys.shape == (1, 2, 300, wanted)
 
 
 @SEEDS
@@ -271,7 +296,7 @@ def test_a_real_prompt_by_loops(name, offload):
         loop = (
             SlowQuest(prompt, budget, 16)
             if name == "quest"
-            else SlowLow(prompt, budget, principal(prompt, 16))
+            else SlowLow(prompt, budget, principal(prompt, 32))
         )
         for queries, keys, values, out in steps:
             chosen, expected = loop.step(queries, keys, values)

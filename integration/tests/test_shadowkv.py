@@ -71,6 +71,7 @@ class Layer:
             chunk=method.chunk,
             window=method.window,
             outliers=method.outliers,
+            rule=method.outlier_by,
             rank=method.rank,
             scale=self.scale,
         )
@@ -116,6 +117,7 @@ settings_ = st.fixed_dictionaries(
         "budget": st.one_of(st.integers(1, 70), st.floats(0.05, 1.0)),
         "chunk": st.integers(1, 9),
         "outliers": st.integers(0, 4),
+        "outlier_by": st.sampled_from(["cosine", "distance"]),
         "window": st.integers(1, 12),
         "rank": st.integers(1, 6),
     }
@@ -194,6 +196,7 @@ def embedded():
     "method",
     [
         ShadowKV(budget=96, rank=24, outliers=4, window=16),
+        ShadowKV(budget=96, rank=24, outliers=4, window=16, outlier_by="distance"),
         ShadowKVPlus(budget=0.2, rank=40, outliers=3, window=16, recent=12),
     ],
     ids=lambda m: m.name,
@@ -246,6 +249,7 @@ def test_decoding_is_the_papers_on_a_real_prompt(embedded, method, monkeypatch):
             chunk=method.chunk,
             window=method.window,
             outliers=method.outliers,
+            rule=method.outlier_by,
             rank=method.rank,
             scale=row.scale,
         )
@@ -462,6 +466,7 @@ WRONG = [
     ({"rank": 0}, "rank must be at least 1, got 0"),
     ({"chunk": 0}, "chunk must be at least 1, got 0"),
     ({"outliers": -1}, "outliers must be at least 0, got -1"),
+    ({"outlier_by": "norm"}, "outlier_by must be 'cosine' or 'distance', got 'norm'"),
     ({"window": 0}, "window must be at least 1, got 0"),
     ({"tier": "cloud"}, "tier must be 'host' or 'disk', got 'cloud'"),
     ({"sparse": 1.5}, r"sparse as a share of the prompt must be in \(0, 1\], got 1.5"),

@@ -19,6 +19,8 @@ from kv_integration.method import LayerState, Method, Plan, Row
 from kv_integration.retrieval import Retrieval
 from kv_lowrank import truncated_svd
 
+LEAST = 32  # dimensions without a share: a quarter of the paper's heads of 128
+
 
 @dataclass(frozen=True)
 class Loki(Method):
@@ -27,37 +29,45 @@ class Loki(Method):
     Args:
         budget: entries per KV head (int) or share of the prompt (float in (0, 1]).
         share: of the head's dimensions that scores are taken in (d_f); the paper tries 0.125,
-            0.25 and 0.5.
+            0.25 and 0.5. None: a quarter, but at least 32 dimensions, or all of a head that has
+            fewer. A quarter of the paper's heads of 128 are 32; what the leading ones leave out
+            first is where a token stands, and a smaller head needs no fewer for that.
         bases: for each compressed layer the principal directions [H_kv, D, d] of keys after RoPE,
             from other text as in the paper (`loki_bases`). None: those of the prompt itself.
         offload: hold keys and values on the host, the low-dimensional keys on the device. The
             paper holds all on the device.
 
     The paper rotates the keys it attends and scores by their first columns. Here keys stay as they
-    are and the columns are held beside them: `share` / 2 more bytes, and no rounding of keys.
+    are and the columns are held beside them: d / 2D more bytes, and no rounding of keys.
     Heads of a group share what they read: a token counts by its largest share of any head's
     softmax over the low-dimensional scores.
     """
 
     budget: int | float = 1024
-    share: float = 0.25
+    share: float | None = None
     bases: tuple[Tensor, ...] | None = None
     offload: bool = False
 
     def __post_init__(self) -> None:
         check_budget(self.budget)
-        if not 0 < self.share <= 1:
+        if self.share is not None and not 0 < self.share <= 1:
             raise ValueError(f"share must be in (0, 1], got {self.share}")
 
     def compress(self, rows: Sequence[Row], plan: Plan) -> LayerState:
         bases = [self._basis(row) for row in rows]
         return Retrieval(rows, LowKeys(rows, self.budget, bases), offload=self.offload)
 
+    def dimensions(self, size: int) -> int:
+        """In how many dimensions the scores of a head of `size` are taken (d)."""
+        if self.share is None:
+            return min(max(math.ceil(size / 4), LEAST), size)
+        return math.ceil(self.share * size)
+
     def _basis(self, row: Row) -> Tensor:
         """[H_kv, D, d], the leading principal directions of the layer's keys."""
         if self.bases is None:
             keys = row.keys[0].float()
-            rank = math.ceil(self.share * keys.shape[-1])
+            rank = self.dimensions(keys.shape[-1])
             return truncated_svd(keys - keys.mean(1, keepdim=True), rank).right.mT
         if len(self.bases) != row.layers:
             raise ValueError(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kv_integration.baselines.full import FullKV
 from kv_integration.budget import check_budget
 from kv_integration.method import LayerState, Method, Plan, Row
 from kv_integration.retrieval import Index, Retrieval, stack_rows
@@ -30,22 +31,30 @@ class Quest(Method):
         page: tokens per page; 16 in the paper.
         offload: hold keys and values on the host and the pages' bounds on the device. The paper
             holds all on the device.
+        whole_layers: the first so many layers attend all of the prompt, which stays on the device.
+            The paper's 2 are 6% of its models' layers; their attention is spread over the whole
+            prompt, which no budget holds. They count in reports with all their entries, so the
+            default is none: a budget means the same for every method.
 
     The paper's models have one query head per KV head. Here a page's score is the largest of any
-    query head of its KV head, so that heads of a group share what they read. All layers are
-    compressed; the paper leaves the first two whole.
+    query head of its KV head, so that heads of a group share what they read.
     """
 
     budget: int | float = 1024
     page: int = 16
     offload: bool = False
+    whole_layers: int = 0
 
     def __post_init__(self) -> None:
         check_budget(self.budget)
         if self.page < 1:
             raise ValueError(f"page must be at least 1, got {self.page}")
+        if self.whole_layers < 0:
+            raise ValueError(f"whole_layers must be at least 0, got {self.whole_layers}")
 
     def compress(self, rows: Sequence[Row], plan: Plan) -> LayerState:
+        if rows[0].layer < self.whole_layers:
+            return FullKV().compress(rows, plan)
         return Retrieval(rows, Pages(rows, self), offload=self.offload)
 
 

@@ -25,7 +25,7 @@ from kv_integration.retrieval import alone, by_need
 from kv_integration.storable import storable
 from kv_lowrank import LowRank, split_heads, truncated_svd, unrotate
 from kv_offload import HitCache, TieredStore, storage_bytes
-from kv_score import chunk_outliers
+from kv_score import chunk_mean, chunk_outliers
 
 RANK = 160  # the paper's, for keys of 1,024 channels
 
@@ -43,6 +43,9 @@ class ShadowKV(Method):
             has factors of that rank.
         chunk: tokens that are scored, and come back, together (C).
         outliers: chunks per KV head that their mean stands for worst, kept exactly on the device.
+        outlier_by: what that means. `cosine`, the paper's: the lowest of a key of the chunk with
+            the mean. `distance`: the largest of a key from the mean, which bounds what the mean
+            gets wrong about a logit, where a cosine knows nothing of the length of keys.
         window: latest tokens kept exactly on the device.
         sparse: entries retrieved per step at the most (the paper's sparse budget), a number or a
             share of the prompt such as 1 / 64, rounded up to whole chunks; None for all that the
@@ -70,6 +73,7 @@ class ShadowKV(Method):
     rank: int | None = None
     chunk: int = 8
     outliers: int = 48
+    outlier_by: Literal["cosine", "distance"] = "cosine"
     window: int = 32
     sparse: int | float | None = None
     tier: Literal["host", "disk"] = "host"
@@ -87,6 +91,8 @@ class ShadowKV(Method):
                 raise ValueError(f"{name} must be at least {least}, got {value}")
         if self.tier not in ("host", "disk"):
             raise ValueError(f"tier must be 'host' or 'disk', got {self.tier!r}")
+        if self.outlier_by not in ("cosine", "distance"):
+            raise ValueError(f"outlier_by must be 'cosine' or 'distance', got {self.outlier_by!r}")
 
     def compress(self, rows: Sequence[Row], plan: Plan) -> LayerState:
         return ShadowState([self._compress_row(row) for row in rows], rows, self)
@@ -96,12 +102,12 @@ class ShadowKV(Method):
         cut = share.chunks * self.chunk
         keys, values = row.keys[:, :, :cut], row.values[:, :, :cut]
         factors = self._factors(row)
-        outliers = chunk_outliers(keys, self.chunk, share.outliers)
+        outliers = chunk_outliers(keys, self.chunk, share.outliers, by=self.outlier_by)
         latest = torch.arange(row.tokens - share.exact, row.tokens, device=keys.device)
         exact = torch.cat(
             [tokens_of(outliers, self.chunk), latest.expand(1, keys.shape[1], -1)], dim=-1
         )
-        landmarks = keys.unflatten(2, (share.chunks, self.chunk)).mean(3)
+        landmarks = chunk_mean(keys, self.chunk)
         free = torch.ones(landmarks.shape[:3], dtype=torch.bool, device=keys.device)
         return ShadowRow(
             left=factors.left[:, 0, :cut],

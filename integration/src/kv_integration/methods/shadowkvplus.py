@@ -18,6 +18,7 @@ from kv_integration.method import LayerState, Plan, Row
 from kv_integration.methods.shadowkv import ShadowKV, ShadowRow, ShadowState
 from kv_integration.storable import storable
 from kv_lowrank import LowRank, project, unrotate
+from kv_score import chunk_mean
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class ShadowPlusState(ShadowState):
             at, end = self.made[row], self.made[row] + count
             left = self._projected(row, keys, slice(at * chunk, end * chunk))
             self.left[row, at * chunk : end * chunk] = left.to(self.left.dtype)
-            means = keys.unflatten(2, (count, chunk)).mean(3)
+            means = chunk_mean(keys, chunk)
             self.landmarks[row, :, at:end] = means[0].to(self.landmarks.dtype)
             self.free[row, :, at:end] = True
             chunks = self.method.stored(values.unflatten(2, (count, chunk)).flatten(3))

@@ -1,7 +1,7 @@
 """Importance of tokens, segments, chunks and pages from queries, keys and hidden states."""
 
 from kv_score.attention import accumulated_attention, window_attention
-from kv_score.chunks import chunk_cosine, chunk_outliers
+from kv_score.chunks import chunk_cosine, chunk_distance, chunk_mean, chunk_outliers
 from kv_score.pages import bound_scores, page_bounds, page_mask
 from kv_score.pooling import pool
 from kv_score.received import attend_and_accumulate
@@ -16,6 +16,8 @@ __all__ = [
     "attend_and_accumulate",
     "bound_scores",
     "chunk_cosine",
+    "chunk_distance",
+    "chunk_mean",
     "chunk_outliers",
     "landmark_scores",
     "page_bounds",
