@@ -435,12 +435,12 @@ def test_what_is_selected_again_does_not_move_again():
     steps(state, 1)  # the same query
     assert state.store.bytes_moved == moved
     assert state.traffic()["hits"] == state.traffic()["misses"]
-    held = state.store.resident
+    held = set(state.store.slots)
     steps(state, 1, seed=50)
     assert state.store.bytes_moved > moved
-    assert set(state.store.resident) != set(held)
-    chosen = state.store.ends[-1]
-    assert chosen <= 2 * (60 - int(state.resident.max())) + len(state.store.resident)
+    assert set(state.store.slots) != held
+    chosen = sum(state.store.sizes)
+    assert chosen <= 2 * (60 - int(state.resident.max())) + len(state.store.slots)
 
 
 def test_zoom_in_rates_are_those_of_the_gates():

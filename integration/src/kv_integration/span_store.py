@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kv_attn_triton import span_attention
@@ -14,6 +16,9 @@ from kv_integration.storable import storable
 from kv_lowrank import PackedSpans
 from kv_offload import RecordStore, storage_bytes
 
+Numbers = NDArray[np.int64]
+Bits = NDArray[np.signedinteger[Any]]
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Attributes of `SpanStore` that a file holds.
 STORED = ("records", "widths", "lengths", "ranks", "bytes_moved", "missed_tokens")
 
@@ -60,19 +65,11 @@ class SpanStore:
 
     def _clear(self) -> None:
         """Hold no span on the device."""
-        device, dtype = self.records.device, self.records.dtype
         self.rank = [max(1, int(ranks.max())) for ranks in self.ranks]
-        self.slot_of = torch.full((len(self.records),), -1, dtype=torch.int32, device=device)
-        self.resident: list[int] = []
-        self.ends: list[int] = []
-        self.offsets = torch.zeros(1, dtype=torch.int64, device=device)
-        self.factors = Factors(
-            *(
-                torch.empty(0, *shape, dtype=dtype, device=device)
-                for rank, width in zip(self.rank, self.widths, strict=True)
-                for shape in ((rank,), (rank, width))
-            )
-        )
+        self.slots: dict[int, int] = {}  # of the spans on the device, in this order
+        self.sizes: list[int] = []  # their tokens
+        self.offsets = torch.zeros(1, dtype=torch.int64, device=self.records.device)
+        self.factors = self._empty(0, 0, device=self.records.device)
 
     def stored_fields(self) -> dict[str, Any]:
         """For a file: what is on the device is brought there again when it is wanted."""
@@ -88,17 +85,23 @@ class SpanStore:
         store._clear()
         return store
 
-    def fetch(self, spans: Tensor) -> Tensor:
+    def tokens(self, spans: Numbers) -> Numbers:
+        """How many tokens each of `spans` has, 0 for -1."""
+        held: Numbers = np.where(spans < 0, 0, self.lengths.numpy()[spans])
+        return held
+
+    def fetch(self, spans: Numbers) -> Tensor:
         """Slots int64 of `spans` (numbers of spans, -1 for none) among the factors on the device.
 
         Where all are there already nothing moves; otherwise the others come, and those that are
         not in `spans` go.
         """
-        slots = self._slots(spans)
-        if bool((slots < 0).ne(spans < 0).any()):
-            self._exchange(spans[spans >= 0].unique().tolist())
-            slots = self._slots(spans)
-        return slots
+        listed = spans.ravel().tolist()
+        wanted = set(listed) - {-1}
+        if not wanted <= self.slots.keys():
+            self._exchange(wanted)
+        slots = [self.slots.get(span, -1) for span in listed]
+        return torch.tensor(slots, device=self.offsets.device).view(spans.shape)
 
     def attend(
         self, queries: Tensor, slots: Tensor, *, longest: int, scale: float
@@ -116,70 +119,97 @@ class SpanStore:
         """Bytes by tier of the tensors that exist."""
         tiers = dict(self.records.nbytes)
         tiers["host"] += storage_bytes(self.lengths, *self.ranks)
-        tiers["device"] += storage_bytes(self.slot_of, self.offsets, *self.factors)
+        tiers["device"] += storage_bytes(self.offsets, *self.factors)
         return tiers
 
-    def _slots(self, spans: Tensor) -> Tensor:
-        held = self.slot_of[spans.clamp(min=0)].long()
-        return held.masked_fill_(spans < 0, -1)
-
-    def _exchange(self, wanted: list[int]) -> None:
-        """Make `wanted` what is resident: those that were stay, the others are read."""
-        at = {span: slot for slot, span in enumerate(self.resident)}
-        kept = [at[span] for span in wanted if span in at]
-        missing = [span for span in wanted if span not in at]
-        come, lengths = self._read(missing)
-        starts = [0, *self.ends]
-        rows = [slice(starts[slot], self.ends[slot]) for slot in kept]
-        held = [
-            torch.cat([*(old[part] for part in parts), new])
-            for old, new, parts in zip(
-                self.factors,
-                come,
-                (rows, [slice(slot, slot + 1) for slot in kept]) * 2,
-                strict=True,
-            )
-        ]
-        sizes = [self.ends[slot] - starts[slot] for slot in kept] + lengths
-        device = self.slot_of.device
-        self.factors = Factors(*held)
-        self.resident = [self.resident[slot] for slot in kept] + missing
-        self.ends = list(accumulate(sizes))
-        self.offsets = torch.tensor([0, *self.ends], device=device)
-        self.slot_of.fill_(-1)
-        self.slot_of[torch.tensor(self.resident, device=device)] = torch.arange(
-            len(self.resident), dtype=torch.int32, device=device
-        )
+    def _exchange(self, wanted: set[int]) -> None:
+        """Make `wanted` what is on the device: those that are there stay, the others are read."""
+        stay = np.array([span in wanted for span in self.slots], dtype=np.bool_)
+        come = sorted(wanted - self.slots.keys())
+        lengths = self.lengths.numpy()[come].tolist()
+        device = self.offsets.device
+        tokens, spans = np.flatnonzero(np.repeat(stay, self.sizes)), np.flatnonzero(stay)
+        fresh = self._empty(len(tokens) + sum(lengths), len(spans) + len(come), device=device)
+        added = []
+        for old, new, kept in zip(self.factors, fresh, (tokens, spans) * 2, strict=True):
+            if len(kept):
+                at = torch.from_numpy(kept).to(device)
+                torch.index_select(old, 0, at, out=new[: len(kept)])
+            added.append(new[len(kept) :])
+        self._read(come, lengths, Factors(*added))
+        self.factors = fresh
+        resident = [*compress(self.slots, stay), *come]
+        self.slots = {span: slot for slot, span in enumerate(resident)}
+        self.sizes = [*compress(self.sizes, stay), *lengths]
+        self.offsets = torch.tensor([0, *accumulate(self.sizes)], device=device)
         self.missed_tokens += sum(lengths)
 
-    def _read(self, spans: list[int]) -> tuple[Factors, list[int]]:
-        """Factors of `spans` on the device, and their lengths in tokens."""
-        index = torch.tensor(spans, dtype=torch.int64)
-        lengths = self.lengths[index].tolist()
-        ranks = [ranks[index].tolist() for ranks in self.ranks]
-        device = self.slot_of.device
-        pinned = device.type == "cuda"
-        staged = [
-            torch.zeros(*shape, dtype=self.records.dtype, pin_memory=pinned)
-            for rank, width in zip(self.rank, self.widths, strict=True)
-            for shape in ((sum(lengths), rank), (len(spans), rank, width))
-        ]
-        start = 0
-        for slot, record in enumerate(self.records.read(spans)):
-            stop, at = start + lengths[slot], 0
-            for kind, width in enumerate(self.widths):
-                left, right = staged[2 * kind : 2 * kind + 2]
-                rank = ranks[kind][slot]
-                sizes = (rank * lengths[slot], rank, rank * width)
-                u, sigma, vh = record[at : at + sum(sizes)].split(sizes)
-                at += sum(sizes)
-                if rank:
-                    left[start:stop, :rank] = u.view(-1, rank)
-                    torch.mul(vh.view(rank, width), sigma[:, None], out=right[slot, :rank])
-            start = stop
-        come = Factors(*(x.to(device, non_blocking=pinned) for x in staged))
-        self.bytes_moved += storage_bytes(*staged)
-        return come, lengths
+    def _read(self, spans: list[int], lengths: list[int], into: Factors) -> None:
+        """Write the factors of `spans`, of so many tokens each, to where they belong."""
+        pinned = into.k_left.is_cuda
+        staged = self._empty(sum(lengths), len(spans), pin_memory=True) if pinned else into
+        numbers, ends = _bits(self.records.numbers), self.records.ends
+        at = [ends[span - 1] if span else 0 for span in spans]
+        for kind, rank in enumerate(self.rank):
+            part = slice(2 * kind, 2 * kind + 2)
+            sigma = torch.zeros(len(spans), rank, dtype=self.records.dtype, pin_memory=pinned)
+            ranks = self.ranks[kind].numpy()[spans].tolist()
+            at = _unpack(numbers, at, lengths, ranks, *staged[part], sigma)
+            if pinned:
+                for source, target in zip(staged[part], into[part], strict=True):
+                    target.copy_(source, non_blocking=True)
+            scale = sigma.to(self.offsets.device, non_blocking=pinned)
+            into[part][1].mul_(scale.unsqueeze(-1))
+            self.bytes_moved += storage_bytes(sigma) + sum(x.nbytes for x in staged[part])
+
+    def _empty(self, tokens: int, spans: int, **options: Any) -> Factors:
+        """Factors of so many tokens and spans, nothing written to them yet."""
+        return Factors(
+            *(
+                torch.empty(*shape, dtype=self.records.dtype, **options)
+                for rank, width in zip(self.rank, self.widths, strict=True)
+                for shape in ((tokens, rank), (spans, rank, width))
+            )
+        )
+
+
+def _unpack(
+    numbers: Bits,
+    starts: list[int],
+    lengths: list[int],
+    ranks: list[int],
+    left: Tensor,
+    right: Tensor,
+    sigma: Tensor,
+) -> list[int]:
+    """U, sigma and V^T of a span after the other, from `starts` on; where each of them ends.
+
+    They have no common shape, so each is copied apart: as bits and by numpy, which begins a copy
+    in a fraction of the time that torch takes.
+    """
+    most, width = right.shape[1:]
+    u, vt, s = (_bits(x).reshape(-1) for x in (left, right, sigma))
+    row, ends = 0, []
+    for slot, (start, length, rank) in enumerate(zip(starts, lengths, ranks, strict=True)):
+        first, second = start + length * rank, start + (length + 1) * rank
+        end, to = second + rank * width, slot * most
+        rows = u[row * most : (row + length) * most]
+        if rank == most:
+            rows[:] = numbers[start:first]
+        else:
+            rows = rows.reshape(length, most)
+            rows[:, :rank], rows[:, rank:] = numbers[start:first].reshape(length, rank), 0
+            vt[(to + rank) * width : (to + most) * width] = 0
+        s[to : to + rank] = numbers[first:second]
+        vt[to * width : (to + rank) * width] = numbers[second:end]
+        row += length
+        ends.append(end)
+    return ends
+
+
+def _bits(x: Tensor) -> Bits:
+    """The same memory as integers, which numpy knows for every dtype."""
+    return x.view(BITS[x.element_size()]).numpy()
 
 
 def _parts(*both: PackedSpans) -> list[tuple[Tensor, ...]]:
