@@ -440,7 +440,7 @@ def test_what_is_selected_again_does_not_move_again():
     assert state.store.bytes_moved > moved
     assert set(state.store.slots) != held
     chosen = sum(state.store.sizes)
-    assert chosen <= 2 * (60 - int(state.resident.max())) + len(state.store.slots)
+    assert chosen <= 2 * (60 - max(state.resident)) + len(state.store.slots)
 
 
 def test_zoom_in_rates_are_those_of_the_gates():

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from kv_integration.buffer import KVBuffer
 from kv_integration.method import LayerState
 from kv_integration.retrieval import stack_rows
 from kv_integration.routing import Routing
-from kv_integration.span_store import Numbers, SpanStore
+from kv_integration.span_store import SpanStore
 from kv_integration.storable import storable
 from kv_lowrank import PackedSpans
 from kv_offload import storage_bytes
@@ -25,7 +24,7 @@ from kv_policies import select_spans
 BLOCK = 8  # queries of one forward pass that choose their spans at a time
 # Tensors of `SpanMemory` with a row per row of the batch.
 PER_ROW = (
-    "keys", "values", "summaries", "sizes", "log_size", "cost", "bias", "fitting", "first",
+    "keys", "values", "summaries", "sizes", "log_size", "cost", "bias", "fitting",
 )  # fmt: skip
 State = tuple[Tensor, Tensor]  # out and lse
 
@@ -75,15 +74,19 @@ class SpanMemory(LayerState):
         self.most = int((spent <= room).sum(1).amax()) if fits.numel() else 0
         held = [row.factors for row in rows if row.factors is not None]
         self.store = SpanStore(held, tier=tier, device=device) if held else None
-        # Span s of KV head h of row b is number first[b, h] + s in the store.
-        counts = torch.tensor([len(row.sizes) for row in rows])
-        before = (counts * heads).cumsum(0) - counts * heads
-        first = before[:, None] + counts[:, None] * torch.arange(heads)
-        self.first = first[..., None].to(device)
-        # For the report: what is counted on the device is what no step waits for.
-        resident = torch.tensor([row.exact[0].shape[2] for row in rows]) + counts
-        self.resident = resident[:, None].expand(-1, heads).numpy().copy()
-        self.attended, self.requested = self.resident, 0
+        # On the host, which moves spans: those of KV head h of row b are numbered from first[b][h]
+        # on in the store.
+        self.costs = [(row.sizes - 1).tolist() for row in rows]
+        counts = [len(row.sizes) for row in rows]
+        starts = [heads * sum(counts[:row]) for row in range(len(rows))]
+        self.first = [
+            [start + head * count for head in range(heads)]
+            for start, count in zip(starts, counts, strict=True)
+        ]
+        self.resident = [row.exact[0].shape[2] + len(row.sizes) for row in rows]
+        # For the report. A step waits for nothing that is counted on the device.
+        self.attended = [[resident] * heads for resident in self.resident]
+        self.requested = 0
         self.zoomed = torch.zeros(self.routing.threshold.shape[1], dtype=torch.int64, device=device)
         self.asked = self.zoomed.new_zeros(())
 
@@ -122,17 +125,16 @@ class SpanMemory(LayerState):
         gates = gates.transpose(1, 2).flatten(0, 1)  # [B * Q, H_q, S]
         chosen = self._choose(gates, count)
         expanded = _mask(chosen, gates.shape[2])
-        numbers = (each(self.first) + chosen).masked_fill_(chosen < 0, -1).cpu().numpy()
-        self._count(gates, expanded, numbers, valid)
-
+        self._count(gates, expanded, valid)
         rows = queries.transpose(1, 2).flatten(0, 1).unsqueeze(2)
         log_size = each(self.log_size)[:, None].masked_fill(expanded, -math.inf)
         keys, values = each(self.keys), each(self.values)
         parts = [attention(rows, keys, values, log_size=log_size, scale=scale)]
-        longest = int((numbers >= 0).sum(-1).max())
-        if self.store is not None and longest:
-            slots = self.store.fetch(numbers[..., :longest])
-            parts.append(self.store.attend(rows, slots, longest=self.longest, scale=scale))
+        if self.store is not None:
+            wanted = self._numbers(chosen.tolist(), count)
+            if any(wanted):
+                slots = self.store.fetch(wanted).view(len(rows), keys.shape[1], -1)
+                parts.append(self.store.attend(rows, slots, longest=self.longest, scale=scale))
         return parts
 
     def _choose(self, gates: Tensor, count: int) -> Tensor:
@@ -154,25 +156,33 @@ class SpanMemory(LayerState):
         threshold = self.routing.threshold
         return threshold[0] if self.routing.shared else threshold.repeat_interleave(count, 0)
 
-    def _count(
-        self, gates: Tensor, expanded: Tensor, numbers: Numbers, valid: Tensor | None
-    ) -> None:
-        """Keep the figures of the report: zoom-ins, entries attended, tokens asked for."""
-        count, group = len(gates) // len(self.sizes), gates.shape[1] // expanded.shape[1]
+    def _count(self, gates: Tensor, expanded: Tensor, valid: Tensor | None) -> None:
+        """Keep the report's zoom-in rates."""
+        count, heads = len(gates) // len(self.sizes), expanded.shape[1]
         fired = gates > self._thresholds(count)[..., None]
-        self.zoomed += (fired & expanded.repeat_interleave(group, 1)).sum((0, 2))
+        self.zoomed += (fired.unflatten(1, (heads, -1)) & expanded[:, :, None]).sum((0, 3)).flatten()
         self.asked += (self.fitting * (count if valid is None else valid.sum(1))).sum()
-        if self.store is None:
-            return
-        tokens = self.store.tokens(numbers)
-        self.requested += int(tokens.sum())
-        spent = tokens.sum(-1) - (numbers >= 0).sum(-1)  # each span's mean is spared
-        most = spent.reshape(-1, count, spent.shape[1]).max(1)
-        self.attended = np.maximum(self.attended, self.resident + most)
+
+    def _numbers(self, chosen: list[list[list[int]]], count: int) -> list[list[int]]:
+        """The store's numbers of the spans that each query and KV head expands.
+
+        chosen: spans of each of `count` queries per row, -1 for none. Counts what is expanded.
+        """
+        numbers = []
+        for query, heads in enumerate(chosen):
+            row = query // count
+            costs, attended = self.costs[row], self.attended[row]
+            for head, (first, listed) in enumerate(zip(self.first[row], heads, strict=True)):
+                spans = [span for span in listed if span >= 0]
+                spent = sum([costs[span] for span in spans])
+                self.requested += spent + len(spans)
+                attended[head] = max(attended[head], self.resident[row] + spent)
+                numbers.append([first + span for span in spans])
+        return numbers
 
     def entries(self) -> Tensor:
         """The most that a step has attended so far; before any, what all of them attend."""
-        return torch.from_numpy(self.attended)
+        return torch.tensor(self.attended)
 
     def nbytes(self) -> dict[str, int]:
         own = [getattr(self, name) for name in PER_ROW]
@@ -190,7 +200,9 @@ class SpanMemory(LayerState):
             setattr(self, name, getattr(self, name).index_select(0, rows))
         order = rows.tolist()
         self.room = [self.room[row] for row in order]
-        self.resident, self.attended = self.resident[order], self.attended[order]
+        self.first, self.costs = [self.first[row] for row in order], [self.costs[row] for row in order]
+        self.resident = [self.resident[row] for row in order]
+        self.attended = [list(self.attended[row]) for row in order]
         self.exact.select_rows(rows)
         self.routing.select_rows(rows)
 

@@ -16,7 +16,6 @@ from kv_integration.storable import storable
 from kv_lowrank import PackedSpans
 from kv_offload import RecordStore, storage_bytes
 
-Numbers = NDArray[np.int64]
 Bits = NDArray[np.signedinteger[Any]]
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Attributes of `SpanStore` that a file holds.
@@ -85,23 +84,18 @@ class SpanStore:
         store._clear()
         return store
 
-    def tokens(self, spans: Numbers) -> Numbers:
-        """How many tokens each of `spans` has, 0 for -1."""
-        held: Numbers = np.where(spans < 0, 0, self.lengths.numpy()[spans])
-        return held
-
-    def fetch(self, spans: Numbers) -> Tensor:
-        """Slots int64 of `spans` (numbers of spans, -1 for none) among the factors on the device.
+    def fetch(self, wanted: Sequence[Sequence[int]]) -> Tensor:
+        """Slots int64[N, E] of N lists of spans among the factors on the device, -1 padded.
 
         Where all are there already nothing moves; otherwise the others come, and those that are
-        not in `spans` go.
+        not wanted go.
         """
-        listed = spans.ravel().tolist()
-        wanted = set(listed) - {-1}
-        if not wanted <= self.slots.keys():
-            self._exchange(wanted)
-        slots = [self.slots.get(span, -1) for span in listed]
-        return torch.tensor(slots, device=self.offsets.device).view(spans.shape)
+        every = set().union(*wanted)
+        if not every <= self.slots.keys():
+            self._exchange(every)
+        slots, longest = self.slots, max(map(len, wanted))
+        padded = [[slots[i] for i in spans] + [-1] * (longest - len(spans)) for spans in wanted]
+        return torch.tensor(padded, device=self.offsets.device)
 
     def attend(
         self, queries: Tensor, slots: Tensor, *, longest: int, scale: float
@@ -146,21 +140,22 @@ class SpanStore:
 
     def _read(self, spans: list[int], lengths: list[int], into: Factors) -> None:
         """Write the factors of `spans`, of so many tokens each, to where they belong."""
-        pinned = into.k_left.is_cuda
-        staged = self._empty(sum(lengths), len(spans), pin_memory=True) if pinned else into
+        pinned, tokens = into.k_left.is_cuda, sum(lengths)
         numbers, ends = _bits(self.records.numbers), self.records.ends
         at = [ends[span - 1] if span else 0 for span in spans]
-        for kind, rank in enumerate(self.rank):
-            part = slice(2 * kind, 2 * kind + 2)
-            sigma = torch.zeros(len(spans), rank, dtype=self.records.dtype, pin_memory=pinned)
+        for kind, (rank, width) in enumerate(zip(self.rank, self.widths, strict=True)):
+            left, right = into[2 * kind : 2 * kind + 2]
+            staged = left if not pinned else torch.empty_like(left, device="cpu", pin_memory=True)
+            scaled = torch.empty(
+                len(spans), rank * (width + 1), dtype=left.dtype, pin_memory=pinned
+            )
             ranks = self.ranks[kind].numpy()[spans].tolist()
-            at = _unpack(numbers, at, lengths, ranks, *staged[part], sigma)
+            at = _unpack(numbers, at, lengths, ranks, staged, scaled, width)
             if pinned:
-                for source, target in zip(staged[part], into[part], strict=True):
-                    target.copy_(source, non_blocking=True)
-            scale = sigma.to(self.offsets.device, non_blocking=pinned)
-            into[part][1].mul_(scale.unsqueeze(-1))
-            self.bytes_moved += storage_bytes(sigma) + sum(x.nbytes for x in staged[part])
+                left.copy_(staged, non_blocking=True)
+            sigma, vh = scaled.to(left.device, non_blocking=pinned).split([rank, rank * width], 1)
+            torch.mul(vh.unflatten(1, (rank, width)), sigma.unsqueeze(2), out=right)
+            self.bytes_moved += left.nbytes + scaled.nbytes
 
     def _empty(self, tokens: int, spans: int, **options: Any) -> Factors:
         """Factors of so many tokens and spans, nothing written to them yet."""
@@ -180,28 +175,28 @@ def _unpack(
     ranks: list[int],
     left: Tensor,
     right: Tensor,
-    sigma: Tensor,
+    width: int,
 ) -> list[int]:
-    """U, sigma and V^T of a span after the other, from `starts` on; where each of them ends.
+    """Copy U of a span after the other, from `starts` on, to `left` [N, R], sigma and V^T to
+    `right` [E, R + R * D], both filled up with zeros; where each of them ends.
 
     They have no common shape, so each is copied apart: as bits and by numpy, which begins a copy
     in a fraction of the time that torch takes.
     """
-    most, width = right.shape[1:]
-    u, vt, s = (_bits(x).reshape(-1) for x in (left, right, sigma))
-    row, ends = 0, []
-    for slot, (start, length, rank) in enumerate(zip(starts, lengths, ranks, strict=True)):
-        first, second = start + length * rank, start + (length + 1) * rank
-        end, to = second + rank * width, slot * most
+    most = left.shape[1]
+    u, others, row, ends = _bits(left).reshape(-1), _bits(right), 0, []
+    for to, start, length, rank in zip(others, starts, lengths, ranks, strict=True):
+        middle, end = start + length * rank, start + (length + 1 + width) * rank
         rows = u[row * most : (row + length) * most]
         if rank == most:
-            rows[:] = numbers[start:first]
+            rows[:] = numbers[start:middle]
+            to[:] = numbers[middle:end]
         else:
             rows = rows.reshape(length, most)
-            rows[:, :rank], rows[:, rank:] = numbers[start:first].reshape(length, rank), 0
-            vt[(to + rank) * width : (to + most) * width] = 0
-        s[to : to + rank] = numbers[first:second]
-        vt[to * width : (to + rank) * width] = numbers[second:end]
+            rows[:, :rank], rows[:, rank:] = numbers[start:middle].reshape(length, rank), 0
+            to[:rank], to[rank:most] = numbers[middle : middle + rank], 0
+            full = most + rank * width
+            to[most:full], to[full:] = numbers[middle + rank : end], 0
         row += length
         ends.append(end)
     return ends

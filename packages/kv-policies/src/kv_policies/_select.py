@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 
+SORTED = 512  # entries of a row up to which a sort is as fast as any choice
+
+
 def top_mask(keys: Tensor, k: int | Sequence[int]) -> Tensor:
     """The `k` largest entries above -inf in each row of `keys` [..., N]; ties: the earlier one.
 
@@ -57,10 +60,10 @@ def best_first(keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The `k` largest entries of each row of `keys` [..., N] and their positions, in falling order.
 
     Of equal ones the earlier is the larger, as in a stable sort, which takes many times as long
-    where k is a small part of N.
+    where k is a small part of a long row.
     """
     n = keys.shape[-1]
-    if k >= n or keys.dtype != torch.float32:
+    if k >= n or n <= SORTED or keys.dtype != torch.float32:
         best, order = keys.sort(dim=-1, descending=True, stable=True)
         return best[..., :k], order[..., :k]
     # integers in the order of the floats, each with room for the position below it
