@@ -27,6 +27,7 @@ PER_ROW = (
     "keys", "values", "summaries", "sizes", "log_size", "cost", "bias", "fitting",
 )  # fmt: skip
 State = tuple[Tensor, Tensor]  # out and lse
+Lists = list[list[list[int]]]  # spans of each query (a row of its own) and KV head
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,20 @@ class SpanRow:
 @storable
 class SpanMemory(LayerState):
     """What SeKV holds of a layer: exact tokens, span means and routing keys on the device, factors
-    of the spans in a `SpanStore`, and the tokens that came after the prompt."""
+    of the spans in a `SpanStore`, and the tokens that came after the prompt.
 
-    def __init__(self, rows: Sequence[SpanRow], *, tier: Literal["host", "disk"]) -> None:
+    looks_ahead: whether the layer before may say which query is to be expected. What a step attends
+    is chosen by its own query all the same.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[SpanRow],
+        *,
+        tier: Literal["host", "disk"],
+        looks_ahead: bool = False,
+    ) -> None:
+        self.looks_ahead = looks_ahead
         device, heads = rows[0].sizes.device, rows[0].exact[0].shape[1]
         self.exact = KVBuffer.stack([row.exact for row in rows])
         self.routing = Routing.stack([row.routing for row in rows])
@@ -119,23 +131,35 @@ class SpanMemory(LayerState):
         def each(x: Tensor) -> Tensor:
             return x if count == 1 else x.repeat_interleave(count, 0)
 
-        gates = self.routing.logits(queries, self.summaries, self.bias)
-        if valid is not None:
-            gates = gates.masked_fill(~valid[:, None, :, None], -math.inf)
-        gates = gates.transpose(1, 2).flatten(0, 1)  # [B * Q, H_q, S]
+        gates = self._gates(queries, valid)
         chosen = self._choose(gates, count)
         expanded = _mask(chosen, gates.shape[2])
-        self._count(gates, expanded, valid)
+        self._count_zooms(gates, expanded, valid)
         rows = queries.transpose(1, 2).flatten(0, 1).unsqueeze(2)
         log_size = each(self.log_size)[:, None].masked_fill(expanded, -math.inf)
         keys, values = each(self.keys), each(self.values)
         parts = [attention(rows, keys, values, log_size=log_size, scale=scale)]
         if self.store is not None:
-            wanted = self._numbers(chosen.tolist(), count)
+            lists = _without_padding(chosen)
+            self._count_tokens(lists, count)
+            wanted = self._numbers(lists, count)
             if any(wanted):
                 slots = self.store.fetch(wanted).view(len(rows), keys.shape[1], -1)
                 parts.append(self.store.attend(rows, slots, longest=self.longest, scale=scale))
         return parts
+
+    def expect(self, queries: Tensor, *, scale: float) -> None:
+        """Fetch the spans that such queries would expand."""
+        if self.store is not None and self.sizes.shape[1]:
+            chosen = self._choose(self._gates(queries, None), 1)
+            self.store.prefetch(self._numbers(_without_padding(chosen), 1))
+
+    def _gates(self, queries: Tensor, valid: Tensor | None) -> Tensor:
+        """Logits of the spans' relevance [B * Q, H_q, S], -inf where none can be expanded."""
+        gates = self.routing.logits(queries, self.summaries, self.bias)
+        if valid is not None:
+            gates = gates.masked_fill(~valid[:, None, :, None], -math.inf)
+        return gates.transpose(1, 2).flatten(0, 1)
 
     def _choose(self, gates: Tensor, count: int) -> Tensor:
         """Spans that each of `count` queries per row expands, int64[B * Q, H_kv, E], -1 padded."""
@@ -156,29 +180,31 @@ class SpanMemory(LayerState):
         threshold = self.routing.threshold
         return threshold[0] if self.routing.shared else threshold.repeat_interleave(count, 0)
 
-    def _count(self, gates: Tensor, expanded: Tensor, valid: Tensor | None) -> None:
-        """Keep the report's zoom-in rates."""
+    def _numbers(self, lists: Lists, count: int) -> list[list[int]]:
+        """The store's numbers of the spans in `lists`, those of each query and KV head."""
+        return [
+            [first + span for span in spans]
+            for query, heads in enumerate(lists)
+            for first, spans in zip(self.first[query // count], heads, strict=True)
+        ]
+
+    def _count_zooms(self, gates: Tensor, expanded: Tensor, valid: Tensor | None) -> None:
+        """For the report's zoom-in rates."""
         count, heads = len(gates) // len(self.sizes), expanded.shape[1]
         fired = gates > self._thresholds(count)[..., None]
-        self.zoomed += (fired.unflatten(1, (heads, -1)) & expanded[:, :, None]).sum((0, 3)).flatten()
+        both = fired.unflatten(1, (heads, -1)) & expanded[:, :, None]
+        self.zoomed += both.sum((0, 3)).flatten()
         self.asked += (self.fitting * (count if valid is None else valid.sum(1))).sum()
 
-    def _numbers(self, chosen: list[list[list[int]]], count: int) -> list[list[int]]:
-        """The store's numbers of the spans that each query and KV head expands.
-
-        chosen: spans of each of `count` queries per row, -1 for none. Counts what is expanded.
-        """
-        numbers = []
-        for query, heads in enumerate(chosen):
+    def _count_tokens(self, lists: Lists, count: int) -> None:
+        """Tokens that are asked for, and entries that are attended with them."""
+        for query, heads in enumerate(lists):
             row = query // count
-            costs, attended = self.costs[row], self.attended[row]
-            for head, (first, listed) in enumerate(zip(self.first[row], heads, strict=True)):
-                spans = [span for span in listed if span >= 0]
-                spent = sum([costs[span] for span in spans])
+            for head, spans in enumerate(heads):
+                spent = sum([self.costs[row][span] for span in spans])
                 self.requested += spent + len(spans)
-                attended[head] = max(attended[head], self.resident[row] + spent)
-                numbers.append([first + span for span in spans])
-        return numbers
+                most = self.resident[row] + spent
+                self.attended[row][head] = max(self.attended[row][head], most)
 
     def entries(self) -> Tensor:
         """The most that a step has attended so far; before any, what all of them attend."""
@@ -200,7 +226,8 @@ class SpanMemory(LayerState):
             setattr(self, name, getattr(self, name).index_select(0, rows))
         order = rows.tolist()
         self.room = [self.room[row] for row in order]
-        self.first, self.costs = [self.first[row] for row in order], [self.costs[row] for row in order]
+        self.first = [self.first[row] for row in order]
+        self.costs = [self.costs[row] for row in order]
         self.resident = [self.resident[row] for row in order]
         self.attended = [list(self.attended[row]) for row in order]
         self.exact.select_rows(rows)
@@ -231,6 +258,11 @@ def _mask(chosen: Tensor, spans: int) -> Tensor:
     """bool[B, H, S], where the lists int64[B, H, E] of some of S spans have them; -1 is none."""
     mask = chosen.new_zeros(*chosen.shape[:2], spans + 1, dtype=torch.bool)
     return mask.scatter_(2, chosen % (spans + 1), True)[..., :-1]
+
+
+def _without_padding(chosen: Tensor) -> Lists:
+    """On the host, which moves what is chosen."""
+    return [[[s for s in spans if s >= 0] for spans in heads] for heads in chosen.tolist()]
 
 
 def _joined(blocks: Sequence[list[State]], batch: int) -> State:

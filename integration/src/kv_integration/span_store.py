@@ -67,8 +67,11 @@ class SpanStore:
         self.rank = [max(1, int(ranks.max())) for ranks in self.ranks]
         self.slots: dict[int, int] = {}  # of the spans on the device, in this order
         self.sizes: list[int] = []  # their tokens
-        self.offsets = torch.zeros(1, dtype=torch.int64, device=self.records.device)
-        self.factors = self._empty(0, 0, device=self.records.device)
+        device = self.records.device
+        self.offsets = torch.zeros(1, dtype=torch.int64, device=device)
+        self.factors = self._empty(0, 0, device=device)
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.coming: torch.cuda.Event | None = None
 
     def stored_fields(self) -> dict[str, Any]:
         """For a file: what is on the device is brought there again when it is wanted."""
@@ -90,12 +93,37 @@ class SpanStore:
         Where all are there already nothing moves; otherwise the others come, and those that are
         not wanted go.
         """
-        every = set().union(*wanted)
-        if not every <= self.slots.keys():
-            self._exchange(every)
+        self._await()
+        self.missed_tokens += self._exchange(wanted)
         slots, longest = self.slots, max(map(len, wanted))
         padded = [[slots[i] for i in spans] + [-1] * (longest - len(spans)) for spans in wanted]
         return torch.tensor(padded, device=self.offsets.device)
+
+    def prefetch(self, wanted: Sequence[Sequence[int]]) -> None:
+        """Make `wanted`, a guess at what `fetch` will be asked for, what is on the device.
+
+        On CUDA the factors move on a stream of their own while the device computes, and the next
+        call waits for them; on the CPU they move at once. They count as moved, but not as missed.
+        """
+        self._await()
+        if self.stream is None:
+            self._exchange(wanted)
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        for held in (*self.factors, self.offsets):
+            held.record_stream(self.stream)
+        with torch.cuda.stream(self.stream):
+            self._exchange(wanted)
+            self.coming = self.stream.record_event()
+
+    def _await(self) -> None:
+        """Let what is queued from now on wait for what `prefetch` brings."""
+        if self.coming is not None:
+            stream = torch.cuda.current_stream(self.offsets.device)
+            stream.wait_event(self.coming)
+            for held in (*self.factors, self.offsets):
+                held.record_stream(stream)
+            self.coming = None
 
     def attend(
         self, queries: Tensor, slots: Tensor, *, longest: int, scale: float
@@ -116,8 +144,12 @@ class SpanStore:
         tiers["device"] += storage_bytes(self.offsets, *self.factors)
         return tiers
 
-    def _exchange(self, wanted: set[int]) -> None:
-        """Make `wanted` what is on the device: those that are there stay, the others are read."""
+    def _exchange(self, lists: Sequence[Sequence[int]]) -> int:
+        """Make the spans in `lists` what is on the device, unless they are there: of those that
+        are there the wanted stay, the others are read. Returns how many tokens came."""
+        wanted = set().union(*lists)
+        if wanted <= self.slots.keys():
+            return 0
         stay = np.array([span in wanted for span in self.slots], dtype=np.bool_)
         come = sorted(wanted - self.slots.keys())
         lengths = self.lengths.numpy()[come].tolist()
@@ -136,11 +168,11 @@ class SpanStore:
         self.slots = {span: slot for slot, span in enumerate(resident)}
         self.sizes = [*compress(self.sizes, stay), *lengths]
         self.offsets = torch.tensor([0, *accumulate(self.sizes)], device=device)
-        self.missed_tokens += sum(lengths)
+        return sum(lengths)
 
     def _read(self, spans: list[int], lengths: list[int], into: Factors) -> None:
         """Write the factors of `spans`, of so many tokens each, to where they belong."""
-        pinned, tokens = into.k_left.is_cuda, sum(lengths)
+        pinned = into.k_left.is_cuda
         numbers, ends = _bits(self.records.numbers), self.records.ends
         at = [ends[span - 1] if span else 0 for span in spans]
         for kind, (rank, width) in enumerate(zip(self.rank, self.widths, strict=True)):

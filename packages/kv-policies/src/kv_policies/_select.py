@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-
 SORTED = 512  # entries of a row up to which a sort is as fast as any choice
 
 
