@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import slow_sekv as slow
 import torch
 from cases import close
 from families import build, generate, prompt, shared
-from hypothesis import assume, event, given
+from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 from transformers import (
     AutoModelForCausalLM,
@@ -27,7 +28,9 @@ from kv_integration.method import Context, Row
 from kv_integration.methods.sekv import SpanPlan
 from kv_integration.router import Router
 from kv_integration.span_memory import SpanMemory
+from kv_integration.span_store import SpanStore
 from kv_integration.spans import Spans
+from kv_lowrank import pack_spans, span_svd
 from kv_offload import FingerprintError
 
 SMALL = {"min_length": 3, "max_length": 7, "max_rank": 3, "window": 5, "sinks": 1, "routing_dim": 3}
@@ -435,12 +438,12 @@ def test_what_is_selected_again_does_not_move_again():
     steps(state, 1)  # the same query
     assert state.store.bytes_moved == moved
     assert state.traffic()["hits"] == state.traffic()["misses"]
-    held = state.store.resident
+    held = set(state.store.slots)
     steps(state, 1, seed=50)
     assert state.store.bytes_moved > moved
-    assert set(state.store.resident) != set(held)
-    chosen = state.store.ends[-1]
-    assert chosen <= 2 * (60 - int(state.resident.max())) + len(state.store.resident)
+    assert set(state.store.slots) != held
+    chosen = sum(state.store.sizes)
+    assert chosen <= 2 * (60 - max(state.resident)) + len(state.store.slots)
 
 
 def test_zoom_in_rates_are_those_of_the_gates():
@@ -473,6 +476,115 @@ def test_rows_of_one_prompt_share_its_factors(tokenizer):
         after = cache.report()
     assert after.host_bytes == before.host_bytes
     assert after.batch == 3
+
+
+def test_what_was_expected_is_there_when_it_is_asked_for():
+    made = [Layer(SeKV(budget=60, fit=0.3, quantile=0.0, **SMALL), 7, 100).state for _ in range(2)]
+    for n, (count, ahead) in enumerate(((1, True), (1, False), (3, True))):
+        q, k, v = (drawn(n, 1, heads, count, 6 + (heads == 3)) for heads in (4, 2, 3))
+        v = v[:, :2]
+        if ahead:
+            misses = made[1].traffic()["misses"]
+            made[1].expect(q[:, :, -1:], scale=0.4)
+            assert made[1].traffic()["misses"] == misses
+        plain, expected = (state.step(q, k, v, valid=None, scale=0.4) for state in made)
+        assert torch.equal(plain, expected)
+        if n == 0:
+            assert made[1].traffic()["misses"] == 0 < made[1].traffic()["hits"]
+            assert made[0].traffic()["bytes_moved"] == made[1].traffic()["bytes_moved"] > 0
+    assert made[0].details() == made[1].details()
+    assert torch.equal(made[0].entries(), made[1].entries())
+
+
+@settings(max_examples=30)
+@given(
+    family=st.sampled_from(["llama", "qwen3", "gemma3", "smollm3"]),
+    seed=st.integers(0, 99),
+    lengths=st.lists(st.integers(30, 60), min_size=1, max_size=2),
+    budget=st.sampled_from([0.5, 0.7, 0.9]),
+    tier=st.sampled_from(["host", "disk"]),
+)
+def test_what_is_fetched_ahead_changes_only_what_moves(
+    tokenizer, family, seed, lengths, budget, tier
+):
+    model, inputs = build(family, seed=seed), prompt(*lengths, seed=seed)
+    method = SeKV(budget=budget, quantile=0.0, fit=0.3, tier=tier, **SMALL)
+    tokens = prompt(*[5] * len(lengths), seed=seed + 1)["input_ids"]
+    runs = []
+    with attach(model, tokenizer) as kv, torch.no_grad():
+        for ahead in (False, True):
+            cache = kv.cache(replace(method, lookahead=ahead))
+            logits, chosen = [model(**inputs, past_key_values=cache).logits], []
+            states = [layer.state for layer in cache.compressed]
+            assert [n for n, state in enumerate(states) if state.looks_ahead] == (
+                list(range(1, len(states))) if ahead else []
+            )
+            for state in states:
+                state._count_zooms = lambda gates, mask, valid, chosen=chosen: chosen.append(mask)
+            for token in tokens.split([1, 1, 2, 1], 1):
+                logits.append(model(token, past_key_values=cache).logits)
+            if family != "gemma3":  # whose window is full
+                cache.crop(-1)
+                logits.append(model(tokens[:, -1:], past_key_values=cache).logits)
+            runs.append((torch.cat(logits, 1), chosen, cache.report()))
+    (plain, spans, before), (guessing, same, after) = runs
+    assert torch.equal(plain, guessing)
+    assert len(spans) == len(same) and all(map(torch.equal, spans, same))
+    for one, other in zip(before.layers, after.layers, strict=True):
+        assert one.entries_attended == other.entries_attended
+        assert one.hits + one.misses == other.hits + other.misses
+    event(f"other bytes moved: {before.bytes_moved != after.bytes_moved}")
+    event(f"other hits: {before.hit_rate != after.hit_rate}")
+
+
+@given(
+    seed=st.integers(0, 999),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    tier=st.sampled_from(["host", "disk"]),
+    calls=st.lists(st.tuples(st.booleans(), st.lists(st.sets(st.integers(0, 7)), max_size=3))),
+)
+def test_a_store_holds_the_spans_that_were_asked_for_last(seed, dtype, tier, calls):
+    """U and Sigma V^T as they are in the records, whatever was there before; and counts them."""
+    offsets = torch.tensor([0, 1, 4, 9, 12])
+    packed = [
+        pack_spans(span_svd(drawn(seed + n, 1, 2, 12, width).to(dtype), offsets, rank), threshold=1)
+        for n, (width, rank) in enumerate(((6, 3), (5, 4)))
+    ]
+    store = SpanStore([(packed[0], packed[1])], tier=tier, device=torch.device("cpu"))
+    lengths = offsets.diff().tolist() * 2
+    ranks = [x.ranks.flatten().tolist() for x in packed]
+    shapes, held, moved, missed = [(store.rank[0], 6), (store.rank[1], 5)], set(), 0, 0
+    for ahead, lists in calls:
+        wanted = set().union(*lists)
+        if not wanted <= held:
+            new = wanted - held
+            tokens = sum(lengths[i] for i in new)
+            moved += sum(r * (tokens + len(new) * (d + 1)) for r, d in shapes) * dtype.itemsize
+            missed, held = missed + (0 if ahead else tokens), wanted
+        lists = [sorted(spans) for spans in lists]
+        if ahead or not lists:
+            store.prefetch(lists)
+            slots = [[store.slots[i] for i in spans] for spans in lists]
+        else:
+            slots = store.fetch(lists).tolist()
+        assert set(store.slots) == held
+        assert (store.bytes_moved, store.missed_tokens) == (moved, missed)
+        for spans, row in zip(lists, slots, strict=True):
+            assert row[len(spans) :] == [-1] * (len(row) - len(spans))
+            for span, slot in zip(spans, row, strict=False):
+                rest = store.records.read([span])[0]
+                rows = slice(int(store.offsets[slot]), int(store.offsets[slot + 1]))
+                for kind, (most, width) in enumerate(shapes):
+                    r, n = ranks[kind][span], lengths[span]
+                    u, sigma, vh, rest = rest.split(
+                        [r * n, r, r * width, len(rest) - r * (n + 1 + width)]
+                    )
+                    left, right = store.factors[2 * kind][rows], store.factors[2 * kind + 1][slot]
+                    assert left.shape == (n, most) and right.shape == (most, width)
+                    assert torch.equal(left[:, :r], u.view(n, r)) and not left[:, r:].any()
+                    assert torch.equal(right[:r], vh.view(r, width) * sigma[:, None])
+                    assert not right[r:].any()
+                assert not len(rest)
 
 
 GRANITE = {"logits_scaling": 5.0, "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96}

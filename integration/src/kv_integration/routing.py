@@ -71,8 +71,8 @@ class Routing:
         # The queries of heads that share a projection are rows of one matrix.
         rows = queries.reshape(batch, of, heads // of * count, size).to(self.projection.dtype)
         routed = (rows @ self.projection.mT).to(summaries.dtype) @ summaries.mT
-        scores = routed.view(batch, heads, count, -1).float() / math.sqrt(summaries.shape[-1])
-        return scores + log_size[:, None, None]
+        scores = routed.view(batch, heads, count, -1).float()
+        return torch.add(log_size[:, None, None], scores, alpha=summaries.shape[-1] ** -0.5)
 
     def stored_fields(self) -> dict[str, Any]:
         """For a file: a router's projection is not repeated there."""

@@ -24,9 +24,10 @@ from kv_policies import select_spans
 BLOCK = 8  # queries of one forward pass that choose their spans at a time
 # Tensors of `SpanMemory` with a row per row of the batch.
 PER_ROW = (
-    "keys", "values", "summaries", "sizes", "log_size", "cost", "bias", "first", "stride",
-    "resident", "attended",
+    "keys", "values", "summaries", "sizes", "log_size", "cost", "bias", "fitting",
 )  # fmt: skip
+State = tuple[Tensor, Tensor]  # out and lse
+Lists = list[list[list[int]]]  # spans of each query (a row of its own) and KV head
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,20 @@ class SpanRow:
 @storable
 class SpanMemory(LayerState):
     """What SeKV holds of a layer: exact tokens, span means and routing keys on the device, factors
-    of the spans in a `SpanStore`, and the tokens that came after the prompt."""
+    of the spans in a `SpanStore`, and the tokens that came after the prompt.
 
-    def __init__(self, rows: Sequence[SpanRow], *, tier: Literal["host", "disk"]) -> None:
+    looks_ahead: whether the layer before may say which query is to be expected. What a step attends
+    is chosen by its own query all the same.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[SpanRow],
+        *,
+        tier: Literal["host", "disk"],
+        looks_ahead: bool = False,
+    ) -> None:
+        self.looks_ahead = looks_ahead
         device, heads = rows[0].sizes.device, rows[0].exact[0].shape[1]
         self.exact = KVBuffer.stack([row.exact for row in rows])
         self.routing = Routing.stack([row.routing for row in rows])
@@ -65,22 +77,30 @@ class SpanMemory(LayerState):
         self.cost = (self.sizes - 1).clamp(min=0)
         room = torch.tensor(self.room, device=device)[:, None]
         # A span that never fits must not stand in the way of those that do.
-        self.bias = self.log_size.masked_fill(self.cost > room, -math.inf)
-        fitting = self.sizes.masked_fill(self.cost > room, 0)
-        self.longest = int(fitting.max()) if fitting.numel() else 0
+        fits = (self.sizes > 0) & (self.cost <= room)
+        self.bias = self.log_size.masked_fill(~fits, -math.inf)
+        self.fitting = fits.sum(1)
+        self.longest = int(self.sizes.masked_fill(~fits, 0).amax()) if fits.numel() else 0
+        # A step expands no more spans than there is room for if they are the shortest.
+        spent = self.cost.masked_fill(~fits, max(self.room) + 1).sort().values.cumsum(1)
+        self.most = int((spent <= room).sum(1).amax()) if fits.numel() else 0
         held = [row.factors for row in rows if row.factors is not None]
         self.store = SpanStore(held, tier=tier, device=device) if held else None
-        # Span s of KV head h is number first + h * stride + s in the store.
-        counts = torch.tensor([len(row.sizes) for row in rows])
-        self.stride = counts[:, None, None].to(device)
-        self.first = ((counts * heads).cumsum(0) - counts * heads)[:, None, None].to(device)
-        resident = torch.tensor([row.exact[0].shape[2] for row in rows]) + counts
-        self.resident = resident[:, None].expand(-1, heads).contiguous().to(device)
-        self.attended = self.resident.clone()
-        # Counted on the device, which no step waits for.
+        # On the host, which moves spans: those of KV head h of row b are numbered from first[b][h]
+        # on in the store.
+        self.costs = [(row.sizes - 1).tolist() for row in rows]
+        counts = [len(row.sizes) for row in rows]
+        starts = [heads * sum(counts[:row]) for row in range(len(rows))]
+        self.first = [
+            [start + head * count for head in range(heads)]
+            for start, count in zip(starts, counts, strict=True)
+        ]
+        self.resident = [row.exact[0].shape[2] + len(row.sizes) for row in rows]
+        # For the report. A step waits for nothing that is counted on the device.
+        self.attended = [[resident] * heads for resident in self.resident]
+        self.requested = 0
         self.zoomed = torch.zeros(self.routing.threshold.shape[1], dtype=torch.int64, device=device)
         self.asked = self.zoomed.new_zeros(())
-        self.requested = self.zoomed.new_zeros(())
 
     def step(
         self, queries: Tensor, keys: Tensor, values: Tensor, *, valid: Tensor | None, scale: float
@@ -88,53 +108,58 @@ class SpanMemory(LayerState):
         self.exact.append(keys, values, valid)
         parts = [self.exact.attend(queries, scale=scale)]
         if self.sizes.shape[1]:
+            batch, _, count, _ = queries.shape
             blocks = [
                 self._attend_spans(
                     queries[:, :, first : first + BLOCK],
                     None if valid is None else valid[:, first : first + BLOCK],
                     scale,
                 )
-                for first in range(0, queries.shape[2], BLOCK)
+                for first in range(0, count, BLOCK)
             ]
-            out, lse = (torch.cat(x, dim=2) for x in zip(*blocks, strict=True))
-            parts.append((out, lse))
+            parts += blocks[0] if count == 1 else [_joined(blocks, batch)]
         return merge_states(parts)[0]
 
-    def _attend_spans(
-        self, queries: Tensor, valid: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Means of the spans, and tokens of those that a query expands: `(out, lse)` as of all.
+    def _attend_spans(self, queries: Tensor, valid: Tensor | None, scale: float) -> list[State]:
+        """Means of the spans, and tokens of those that a query expands.
 
-        queries: [B, H_q, Q, D]. Each query is a row of its own here, for it has spans of its own.
+        queries: [B, H_q, Q, D]. Each query is a row of its own here and in what is returned,
+        [B * Q, H_q, 1, D], for it has spans of its own.
         """
-        batch, _, count, _ = queries.shape
-        heads = self.keys.shape[1]
+        count = queries.shape[2]
 
         def each(x: Tensor) -> Tensor:
             return x if count == 1 else x.repeat_interleave(count, 0)
 
-        gates = self.routing.logits(queries, self.summaries, self.bias)
-        if valid is not None:
-            gates = gates.masked_fill(~valid[:, None, :, None], -math.inf)
-        gates = gates.transpose(1, 2).flatten(0, 1)  # [B * Q, H_q, S]
+        gates = self._gates(queries, valid)
         chosen = self._choose(gates, count)
-        expanded = gates.new_zeros(batch * count, heads, gates.shape[2] + 1, dtype=torch.bool)
-        expanded.scatter_(2, chosen.masked_fill(chosen < 0, gates.shape[2]), True)
-        expanded = expanded[..., :-1]
-        self._count(gates, expanded, chosen, count)
-
-        rows = queries.transpose(1, 2).flatten(0, 1).unsqueeze(2)  # [B * Q, H_q, 1, D]
+        expanded = _mask(chosen, gates.shape[2])
+        self._count_zooms(gates, expanded, valid)
+        rows = queries.transpose(1, 2).flatten(0, 1).unsqueeze(2)
         log_size = each(self.log_size)[:, None].masked_fill(expanded, -math.inf)
         keys, values = each(self.keys), each(self.values)
         parts = [attention(rows, keys, values, log_size=log_size, scale=scale)]
-        if self.store is not None and chosen.shape[2]:
-            head = torch.arange(heads, device=chosen.device)[:, None]
-            numbers = each(self.first) + head * each(self.stride) + chosen
-            slots = self.store.fetch(numbers.masked_fill_(chosen < 0, -1))
-            parts.append(self.store.attend(rows, slots, longest=self.longest, scale=scale))
-        out, lse = merge_states(parts)
-        out = out.view(batch, count, -1, out.shape[-1]).transpose(1, 2)
-        return out, lse.view(batch, count, -1).transpose(1, 2)
+        if self.store is not None:
+            lists = _without_padding(chosen)
+            self._count_tokens(lists, count)
+            wanted = self._numbers(lists, count)
+            if any(wanted):
+                slots = self.store.fetch(wanted).view(len(rows), keys.shape[1], -1)
+                parts.append(self.store.attend(rows, slots, longest=self.longest, scale=scale))
+        return parts
+
+    def expect(self, queries: Tensor, *, scale: float) -> None:
+        """Fetch the spans that such queries would expand."""
+        if self.store is not None and self.sizes.shape[1]:
+            chosen = self._choose(self._gates(queries, None), 1)
+            self.store.prefetch(self._numbers(_without_padding(chosen), 1))
+
+    def _gates(self, queries: Tensor, valid: Tensor | None) -> Tensor:
+        """Logits of the spans' relevance [B * Q, H_q, S], -inf where none can be expanded."""
+        gates = self.routing.logits(queries, self.summaries, self.bias)
+        if valid is not None:
+            gates = gates.masked_fill(~valid[:, None, :, None], -math.inf)
+        return gates.transpose(1, 2).flatten(0, 1)
 
     def _choose(self, gates: Tensor, count: int) -> Tensor:
         """Spans that each of `count` queries per row expands, int64[B * Q, H_kv, E], -1 padded."""
@@ -146,6 +171,7 @@ class SpanMemory(LayerState):
             self.cost if count == 1 else self.cost.repeat_interleave(count, 0),
             [room for room in self.room for _ in range(count)],
             kv_heads=self.keys.shape[1],
+            most=self.most,
             check=False,
         )
 
@@ -154,30 +180,39 @@ class SpanMemory(LayerState):
         threshold = self.routing.threshold
         return threshold[0] if self.routing.shared else threshold.repeat_interleave(count, 0)
 
-    def _count(self, gates: Tensor, expanded: Tensor, chosen: Tensor, count: int) -> None:
-        """Keep the figures of the report: zoom-ins, entries attended, tokens asked for."""
-        group = gates.shape[1] // expanded.shape[1]
-        fired = gates > self._thresholds(count)[..., None]
-        self.zoomed += (fired & expanded.repeat_interleave(group, 1)).sum((0, 2))
-        self.asked += (gates[:, 0] > -math.inf).sum()
-        spent = self._of(self.cost.repeat_interleave(count, 0), chosen).sum(-1)
-        self.requested += spent.sum() + (chosen >= 0).sum()
-        most = spent.view(-1, count, spent.shape[1]).amax(1)
-        self.attended = torch.maximum(self.attended, self.resident + most)
+    def _numbers(self, lists: Lists, count: int) -> list[list[int]]:
+        """The store's numbers of the spans in `lists`, those of each query and KV head."""
+        return [
+            [first + span for span in spans]
+            for query, heads in enumerate(lists)
+            for first, spans in zip(self.first[query // count], heads, strict=True)
+        ]
 
-    @staticmethod
-    def _of(figures: Tensor, chosen: Tensor) -> Tensor:
-        """Figures [B, S] of the chosen spans [B, H, E], 0 for none."""
-        each = figures[:, None].expand(-1, chosen.shape[1], -1)
-        return each.gather(2, chosen.clamp(min=0)).masked_fill_(chosen < 0, 0)
+    def _count_zooms(self, gates: Tensor, expanded: Tensor, valid: Tensor | None) -> None:
+        """For the report's zoom-in rates."""
+        count, heads = len(gates) // len(self.sizes), expanded.shape[1]
+        fired = gates > self._thresholds(count)[..., None]
+        both = fired.unflatten(1, (heads, -1)) & expanded[:, :, None]
+        self.zoomed += both.sum((0, 3)).flatten()
+        self.asked += (self.fitting * (count if valid is None else valid.sum(1))).sum()
+
+    def _count_tokens(self, lists: Lists, count: int) -> None:
+        """Tokens that are asked for, and entries that are attended with them."""
+        for query, heads in enumerate(lists):
+            row = query // count
+            for head, spans in enumerate(heads):
+                spent = sum([self.costs[row][span] for span in spans])
+                self.requested += spent + len(spans)
+                most = self.resident[row] + spent
+                self.attended[row][head] = max(self.attended[row][head], most)
 
     def entries(self) -> Tensor:
         """The most that a step has attended so far; before any, what all of them attend."""
-        return self.attended.cpu()
+        return torch.tensor(self.attended)
 
     def nbytes(self) -> dict[str, int]:
         own = [getattr(self, name) for name in PER_ROW]
-        own += [self.zoomed, self.asked, self.requested]
+        own += [self.zoomed, self.asked]
         tiers = {"device": 0, "host": 0, "disk": 0} if self.store is None else self.store.nbytes
         tiers["device"] += storage_bytes(*own) + self.exact.nbytes + self.routing.nbytes
         return tiers
@@ -189,7 +224,12 @@ class SpanMemory(LayerState):
         """Rows that descend from one prompt share its factors, on the host and on the device."""
         for name in PER_ROW:
             setattr(self, name, getattr(self, name).index_select(0, rows))
-        self.room = [self.room[row] for row in rows.tolist()]
+        order = rows.tolist()
+        self.room = [self.room[row] for row in order]
+        self.first = [self.first[row] for row in order]
+        self.costs = [self.costs[row] for row in order]
+        self.resident = [self.resident[row] for row in order]
+        self.attended = [list(self.attended[row]) for row in order]
         self.exact.select_rows(rows)
         self.routing.select_rows(rows)
 
@@ -199,7 +239,7 @@ class SpanMemory(LayerState):
         asked = max(int(self.asked), 1)
         return {
             "zoom_in": (self.zoomed / asked).tolist(),
-            "spans": self.stride.flatten().tolist(),
+            "spans": (self.sizes > 0).sum(1).tolist(),
         }
 
     def traffic(self) -> dict[str, int]:
@@ -209,6 +249,24 @@ class SpanMemory(LayerState):
         missed = self.store.missed_tokens
         return {
             "bytes_moved": self.store.bytes_moved,
-            "hits": max(int(self.requested) - missed, 0),
+            "hits": max(self.requested - missed, 0),
             "misses": missed,
         }
+
+
+def _mask(chosen: Tensor, spans: int) -> Tensor:
+    """bool[B, H, S], where the lists int64[B, H, E] of some of S spans have them; -1 is none."""
+    mask = chosen.new_zeros(*chosen.shape[:2], spans + 1, dtype=torch.bool)
+    return mask.scatter_(2, chosen % (spans + 1), True)[..., :-1]
+
+
+def _without_padding(chosen: Tensor) -> Lists:
+    """On the host, which moves what is chosen."""
+    return [[[s for s in spans if s >= 0] for spans in heads] for heads in chosen.tolist()]
+
+
+def _joined(blocks: Sequence[list[State]], batch: int) -> State:
+    """States of queries that are rows, block by block, as one of [B, H_q, Q, D]."""
+    states = zip(*(merge_states(block) for block in blocks), strict=True)
+    out, lse = (torch.cat([x.unflatten(0, (batch, -1)) for x in part], 1) for part in states)
+    return out.squeeze(3).transpose(1, 2), lse.squeeze(3).transpose(1, 2)

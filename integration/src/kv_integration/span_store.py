@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kv_attn_triton import span_attention
@@ -14,6 +16,8 @@ from kv_integration.storable import storable
 from kv_lowrank import PackedSpans
 from kv_offload import RecordStore, storage_bytes
 
+Bits = NDArray[np.signedinteger[Any]]
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Attributes of `SpanStore` that a file holds.
 STORED = ("records", "widths", "lengths", "ranks", "bytes_moved", "missed_tokens")
 
@@ -60,19 +64,14 @@ class SpanStore:
 
     def _clear(self) -> None:
         """Hold no span on the device."""
-        device, dtype = self.records.device, self.records.dtype
         self.rank = [max(1, int(ranks.max())) for ranks in self.ranks]
-        self.slot_of = torch.full((len(self.records),), -1, dtype=torch.int32, device=device)
-        self.resident: list[int] = []
-        self.ends: list[int] = []
+        self.slots: dict[int, int] = {}  # of the spans on the device, in this order
+        self.sizes: list[int] = []  # their tokens
+        device = self.records.device
         self.offsets = torch.zeros(1, dtype=torch.int64, device=device)
-        self.factors = Factors(
-            *(
-                torch.empty(0, *shape, dtype=dtype, device=device)
-                for rank, width in zip(self.rank, self.widths, strict=True)
-                for shape in ((rank,), (rank, width))
-            )
-        )
+        self.factors = self._empty(0, 0, device=device)
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.coming: torch.cuda.Event | None = None
 
     def stored_fields(self) -> dict[str, Any]:
         """For a file: what is on the device is brought there again when it is wanted."""
@@ -88,17 +87,43 @@ class SpanStore:
         store._clear()
         return store
 
-    def fetch(self, spans: Tensor) -> Tensor:
-        """Slots int64 of `spans` (numbers of spans, -1 for none) among the factors on the device.
+    def fetch(self, wanted: Sequence[Sequence[int]]) -> Tensor:
+        """Slots int64[N, E] of N lists of spans among the factors on the device, -1 padded.
 
         Where all are there already nothing moves; otherwise the others come, and those that are
-        not in `spans` go.
+        not wanted go.
         """
-        slots = self._slots(spans)
-        if bool((slots < 0).ne(spans < 0).any()):
-            self._exchange(spans[spans >= 0].unique().tolist())
-            slots = self._slots(spans)
-        return slots
+        self._await()
+        self.missed_tokens += self._exchange(wanted)
+        slots, longest = self.slots, max(map(len, wanted))
+        padded = [[slots[i] for i in spans] + [-1] * (longest - len(spans)) for spans in wanted]
+        return torch.tensor(padded, device=self.offsets.device)
+
+    def prefetch(self, wanted: Sequence[Sequence[int]]) -> None:
+        """Make `wanted`, a guess at what `fetch` will be asked for, what is on the device.
+
+        On CUDA the factors move on a stream of their own while the device computes, and the next
+        call waits for them; on the CPU they move at once. They count as moved, but not as missed.
+        """
+        self._await()
+        if self.stream is None:
+            self._exchange(wanted)
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        for held in (*self.factors, self.offsets):
+            held.record_stream(self.stream)
+        with torch.cuda.stream(self.stream):
+            self._exchange(wanted)
+            self.coming = self.stream.record_event()
+
+    def _await(self) -> None:
+        """Let what is queued from now on wait for what `prefetch` brings."""
+        if self.coming is not None:
+            stream = torch.cuda.current_stream(self.offsets.device)
+            stream.wait_event(self.coming)
+            for held in (*self.factors, self.offsets):
+                held.record_stream(stream)
+            self.coming = None
 
     def attend(
         self, queries: Tensor, slots: Tensor, *, longest: int, scale: float
@@ -116,70 +141,102 @@ class SpanStore:
         """Bytes by tier of the tensors that exist."""
         tiers = dict(self.records.nbytes)
         tiers["host"] += storage_bytes(self.lengths, *self.ranks)
-        tiers["device"] += storage_bytes(self.slot_of, self.offsets, *self.factors)
+        tiers["device"] += storage_bytes(self.offsets, *self.factors)
         return tiers
 
-    def _slots(self, spans: Tensor) -> Tensor:
-        held = self.slot_of[spans.clamp(min=0)].long()
-        return held.masked_fill_(spans < 0, -1)
+    def _exchange(self, lists: Sequence[Sequence[int]]) -> int:
+        """Make the spans in `lists` what is on the device, unless they are there: of those that
+        are there the wanted stay, the others are read. Returns how many tokens came."""
+        wanted = set().union(*lists)
+        if wanted <= self.slots.keys():
+            return 0
+        stay = np.array([span in wanted for span in self.slots], dtype=np.bool_)
+        come = sorted(wanted - self.slots.keys())
+        lengths = self.lengths.numpy()[come].tolist()
+        device = self.offsets.device
+        tokens, spans = np.flatnonzero(np.repeat(stay, self.sizes)), np.flatnonzero(stay)
+        fresh = self._empty(len(tokens) + sum(lengths), len(spans) + len(come), device=device)
+        added = []
+        for old, new, kept in zip(self.factors, fresh, (tokens, spans) * 2, strict=True):
+            if len(kept):
+                at = torch.from_numpy(kept).to(device)
+                torch.index_select(old, 0, at, out=new[: len(kept)])
+            added.append(new[len(kept) :])
+        self._read(come, lengths, Factors(*added))
+        self.factors = fresh
+        resident = [*compress(self.slots, stay), *come]
+        self.slots = {span: slot for slot, span in enumerate(resident)}
+        self.sizes = [*compress(self.sizes, stay), *lengths]
+        self.offsets = torch.tensor([0, *accumulate(self.sizes)], device=device)
+        return sum(lengths)
 
-    def _exchange(self, wanted: list[int]) -> None:
-        """Make `wanted` what is resident: those that were stay, the others are read."""
-        at = {span: slot for slot, span in enumerate(self.resident)}
-        kept = [at[span] for span in wanted if span in at]
-        missing = [span for span in wanted if span not in at]
-        come, lengths = self._read(missing)
-        starts = [0, *self.ends]
-        rows = [slice(starts[slot], self.ends[slot]) for slot in kept]
-        held = [
-            torch.cat([*(old[part] for part in parts), new])
-            for old, new, parts in zip(
-                self.factors,
-                come,
-                (rows, [slice(slot, slot + 1) for slot in kept]) * 2,
-                strict=True,
+    def _read(self, spans: list[int], lengths: list[int], into: Factors) -> None:
+        """Write the factors of `spans`, of so many tokens each, to where they belong."""
+        pinned = into.k_left.is_cuda
+        numbers, ends = _bits(self.records.numbers), self.records.ends
+        at = [ends[span - 1] if span else 0 for span in spans]
+        for kind, (rank, width) in enumerate(zip(self.rank, self.widths, strict=True)):
+            left, right = into[2 * kind : 2 * kind + 2]
+            staged = left if not pinned else torch.empty_like(left, device="cpu", pin_memory=True)
+            scaled = torch.empty(
+                len(spans), rank * (width + 1), dtype=left.dtype, pin_memory=pinned
             )
-        ]
-        sizes = [self.ends[slot] - starts[slot] for slot in kept] + lengths
-        device = self.slot_of.device
-        self.factors = Factors(*held)
-        self.resident = [self.resident[slot] for slot in kept] + missing
-        self.ends = list(accumulate(sizes))
-        self.offsets = torch.tensor([0, *self.ends], device=device)
-        self.slot_of.fill_(-1)
-        self.slot_of[torch.tensor(self.resident, device=device)] = torch.arange(
-            len(self.resident), dtype=torch.int32, device=device
-        )
-        self.missed_tokens += sum(lengths)
+            ranks = self.ranks[kind].numpy()[spans].tolist()
+            at = _unpack(numbers, at, lengths, ranks, staged, scaled, width)
+            if pinned:
+                left.copy_(staged, non_blocking=True)
+            sigma, vh = scaled.to(left.device, non_blocking=pinned).split([rank, rank * width], 1)
+            torch.mul(vh.unflatten(1, (rank, width)), sigma.unsqueeze(2), out=right)
+            self.bytes_moved += left.nbytes + scaled.nbytes
 
-    def _read(self, spans: list[int]) -> tuple[Factors, list[int]]:
-        """Factors of `spans` on the device, and their lengths in tokens."""
-        index = torch.tensor(spans, dtype=torch.int64)
-        lengths = self.lengths[index].tolist()
-        ranks = [ranks[index].tolist() for ranks in self.ranks]
-        device = self.slot_of.device
-        pinned = device.type == "cuda"
-        staged = [
-            torch.zeros(*shape, dtype=self.records.dtype, pin_memory=pinned)
-            for rank, width in zip(self.rank, self.widths, strict=True)
-            for shape in ((sum(lengths), rank), (len(spans), rank, width))
-        ]
-        start = 0
-        for slot, record in enumerate(self.records.read(spans)):
-            stop, at = start + lengths[slot], 0
-            for kind, width in enumerate(self.widths):
-                left, right = staged[2 * kind : 2 * kind + 2]
-                rank = ranks[kind][slot]
-                sizes = (rank * lengths[slot], rank, rank * width)
-                u, sigma, vh = record[at : at + sum(sizes)].split(sizes)
-                at += sum(sizes)
-                if rank:
-                    left[start:stop, :rank] = u.view(-1, rank)
-                    torch.mul(vh.view(rank, width), sigma[:, None], out=right[slot, :rank])
-            start = stop
-        come = Factors(*(x.to(device, non_blocking=pinned) for x in staged))
-        self.bytes_moved += storage_bytes(*staged)
-        return come, lengths
+    def _empty(self, tokens: int, spans: int, **options: Any) -> Factors:
+        """Factors of so many tokens and spans, nothing written to them yet."""
+        return Factors(
+            *(
+                torch.empty(*shape, dtype=self.records.dtype, **options)
+                for rank, width in zip(self.rank, self.widths, strict=True)
+                for shape in ((tokens, rank), (spans, rank, width))
+            )
+        )
+
+
+def _unpack(
+    numbers: Bits,
+    starts: list[int],
+    lengths: list[int],
+    ranks: list[int],
+    left: Tensor,
+    right: Tensor,
+    width: int,
+) -> list[int]:
+    """Copy U of a span after the other, from `starts` on, to `left` [N, R], sigma and V^T to
+    `right` [E, R + R * D], both filled up with zeros; where each of them ends.
+
+    They have no common shape, so each is copied apart: as bits and by numpy, which begins a copy
+    in a fraction of the time that torch takes.
+    """
+    most = left.shape[1]
+    u, others, row, ends = _bits(left).reshape(-1), _bits(right), 0, []
+    for to, start, length, rank in zip(others, starts, lengths, ranks, strict=True):
+        middle, end = start + length * rank, start + (length + 1 + width) * rank
+        rows = u[row * most : (row + length) * most]
+        if rank == most:
+            rows[:] = numbers[start:middle]
+            to[:] = numbers[middle:end]
+        else:
+            rows = rows.reshape(length, most)
+            rows[:, :rank], rows[:, rank:] = numbers[start:middle].reshape(length, rank), 0
+            to[:rank], to[rank:most] = numbers[middle : middle + rank], 0
+            full = most + rank * width
+            to[most:full], to[full:] = numbers[middle + rank : end], 0
+        row += length
+        ends.append(end)
+    return ends
+
+
+def _bits(x: Tensor) -> Bits:
+    """The same memory as integers, which numpy knows for every dtype."""
+    return x.view(BITS[x.element_size()]).numpy()
 
 
 def _parts(*both: PackedSpans) -> list[tuple[Tensor, ...]]:

@@ -11,7 +11,10 @@ from torch import Tensor
 
 import kv_policies as kp
 
-gate_values = st.one_of(st.sampled_from([0.1, 0.5, 0.9, -math.inf]), st.floats(0, 1, width=32))
+# ties, zeros of both signs, and logits below zero
+gate_values = st.one_of(
+    st.sampled_from([0.1, 0.5, 0.9, 0.0, -0.0, -2.5, -math.inf]), st.floats(-1, 1, width=32)
+)
 Case = dict[str, Any]
 
 
@@ -28,7 +31,7 @@ def cases(draw: st.DrawFn) -> Case:
     offsets = torch.tensor([r + [n] * (width - len(r)) for r in rows])
     size = b * kv * g * (width - 1)
     gates = torch.tensor(draw(st.lists(gate_values, min_size=size, max_size=size)))
-    each = draw(st.lists(st.sampled_from([0.0, 0.3, 0.5]), min_size=kv * g, max_size=kv * g))
+    each = draw(st.lists(st.sampled_from([-3.0, 0.0, 0.3, 0.5]), min_size=kv * g, max_size=kv * g))
     return {
         "gates": gates.view(b, kv * g, width - 1),
         "threshold": torch.tensor(each) if draw(st.booleans()) else 0.3,
@@ -102,6 +105,13 @@ def test_selected_spans_are_the_expanded_ones_best_first(case: Case, data: st.Da
             ]
             assert best == sorted(best, reverse=True)
     assert got.shape[2] == most
+    bound = data.draw(st.integers(most, most + 3))
+    spans = gates.shape[2]
+    ended = kp.select_spans(
+        gates, threshold, offsets.diff(dim=-1), budget, kv_heads=case["kv_heads"], most=bound
+    )
+    padding = (0, min(bound, spans) - most)
+    assert torch.equal(ended, torch.nn.functional.pad(got, padding, value=-1))
 
 
 @pytest.mark.parametrize(
@@ -113,6 +123,7 @@ def test_selected_spans_are_the_expanded_ones_best_first(case: Case, data: st.Da
         ({"budget": [1, 2]}, ValueError, r"one entry for each of the 1 rows, got \[1, 2\]"),
         ({"budget": -1}, ValueError, "budget must be at least 0, got -1"),
         ({"kv_heads": 3}, ValueError, "kv_heads must divide the 2 query heads of gates, got 3"),
+        ({"most": -1}, ValueError, "most must be at least 0, got -1"),
         ({"threshold": torch.zeros(2, 2)}, ValueError, r"threshold must have shape \[B, H_q\]"),
     ],
 )

@@ -80,6 +80,10 @@ class SeKV(Method):
         anchors: False for ablation: an anchor is the first token of the span that follows.
         weights: of tokens in their span's mean: `surprisal` (Eq. 2), or for ablation `uniform`.
         tier: where the factors lie, `host` or `disk`.
+        lookahead: while a layer attends, fetch what the next one is expected to expand. For that
+            the layer's input passes the next one's projections, as in InfiniGen. What is attended
+            does not depend on it; what was expected in vain is moved for nothing. Worth it where
+            factors come over a bus while the device computes, and not on the CPU.
 
     Keys are cached after RoPE and factorised as they are: what is rebuilt needs no rotation.
     The prompt is held whole by all layers until its last token has passed the model: mean and
@@ -107,6 +111,7 @@ class SeKV(Method):
     anchors: bool = True
     weights: Literal["surprisal", "uniform"] = "surprisal"
     tier: Literal["host", "disk"] = "host"
+    lookahead: bool = False
 
     needs_surprisal = True
 
@@ -183,7 +188,8 @@ class SeKV(Method):
         if not isinstance(plan, SpanPlan) or not plan.spans:
             raise TypeError(f"plan must be the one that begin() made, finished, got {plan!r}")
         parts = [self._compress_row(row, plan.spans[row.index]) for row in rows]
-        return SpanMemory(parts, tier=self.tier)
+        ahead = self.lookahead and rows[0].layer > 0
+        return SpanMemory(parts, tier=self.tier, looks_ahead=ahead)
 
     def _compress_row(self, row: Row, spans: Spans) -> SpanRow:
         exact, tokens = spans.exact[None, None], spans.tokens[None, None]

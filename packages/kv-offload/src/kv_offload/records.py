@@ -69,13 +69,28 @@ class RecordStore:
             IndexError: an id is not in `[0, len)`.
             StoreClosedError: the store is closed.
         """
-        numbers = self._store._open().rows.view(-1)
-        found = []
+        numbers, found = self.numbers, []
         for i in ids:
             if not 0 <= i < len(self._ends):
                 raise IndexError(f"ids asks for record {i}, wanted 0 to {len(self._ends) - 1}")
             found.append(numbers[self._ends[i - 1] if i else 0 : self._ends[i]])
         return found
+
+    @property
+    def numbers(self) -> Shaped[Tensor, " N"]:
+        """All records one after the other, where they lie: to be read only.
+
+        For who reads many at a time, by slices of its own: record i ends at `ends[i]`.
+
+        Raises:
+            StoreClosedError: the store is closed.
+        """
+        return self._store._open().rows.view(-1)
+
+    @property
+    def ends(self) -> Sequence[int]:
+        """Where each record ends in `numbers`, and the next one begins."""
+        return self._ends
 
     @property
     def nbytes(self) -> dict[str, int]:

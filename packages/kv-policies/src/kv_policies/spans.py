@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from kv_policies import _check, _offsets
-from kv_policies._select import indices_of, one_or_per_row
+from kv_policies._select import best_first, indices_of, one_or_per_row
 
 
 class Expansion(NamedTuple):
@@ -69,7 +69,7 @@ def expand_spans(
     _check.shape("gates", score, (b, q, table.shape[1] - 1), "[B, H_q, S]")
 
     length = table.diff(dim=1)
-    order, fits = _in_order(score, limit, length, budget, kv_heads)
+    order, fits = _in_order(score, limit, length, budget, kv_heads, length.shape[1])
     expanded = torch.empty_like(fits).scatter_(-1, order, fits)
     expanded &= (length > 0)[:, None]
     ids = _offsets.segment_ids(table, n)[:, None].expand(b, kv_heads, n)
@@ -83,6 +83,7 @@ def select_spans(
     budget: int | Sequence[int],
     *,
     kv_heads: int,
+    most: int | None = None,
     check: bool = True,
 ) -> Int64[Tensor, "B Hkv E"]:
     """The choice of `expand_spans` where spans lie apart and rows differ: spans, best first.
@@ -98,11 +99,13 @@ def select_spans(
         cost: what expanding a span takes, int64[S] or int64[B, S], at least 0: its tokens, or one
             less where they replace an entry.
         budget: what a row and KV head may spend, at least 0; or one such int for each row.
+        most: spans that a list can hold at most, where the caller knows of a bound below S: no
+            others are put in order then, and the host waits for nothing. Lists end there.
         kv_heads, check: as in `expand_spans`.
 
     Returns:
-        int64[B, H_kv, E], in falling order of the gate, -1 padded; E is the most that any list
-        has, which the host reads.
+        int64[B, H_kv, E], in falling order of the gate, of equal ones the earlier first, -1 padded.
+        E is min(most, S), or without `most` what the longest list has, which the host reads.
 
     Raises:
         TypeError, ValueError: as `expand_spans`.
@@ -122,19 +125,27 @@ def select_spans(
         _check.refuse("cost", cost, cost < 0, "at least 0")
     budgets = _check.budgets(budget, b)
     granted = one_or_per_row(budgets, score)
-    order, fits = _in_order(score, limit, cost.expand(b, -1), granted, kv_heads)
-    most = int(fits.sum(-1).max()) if fits.numel() else 0
-    return order[..., :most].masked_fill(~fits[..., :most], -1)
+    bound = count if most is None else min(_check.integer("most", most, least=0), count)
+    order, fits = _in_order(score, limit, cost.expand(b, -1), granted, kv_heads, bound)
+    if most is None:
+        bound = int(fits.sum(-1).max()) if fits.numel() else 0
+    return order[..., :bound].masked_fill_(~fits[..., :bound], -1)
 
 
 def _in_order(
-    score: Tensor, limit: float | Tensor, cost: Tensor, budget: int | Tensor, kv_heads: int
+    score: Tensor,
+    limit: float | Tensor,
+    cost: Tensor,
+    budget: int | Tensor,
+    kv_heads: int,
+    most: int,
 ) -> tuple[Tensor, Tensor]:
-    """Spans [B, H_kv, S] in falling order of their best gate, and which are taken, a prefix."""
+    """The `most` spans [B, H_kv, K] of the best gates, in falling order, and which are taken, a
+    prefix."""
     fired = score.masked_fill(score <= limit, -math.inf)
     best = fired.unflatten(1, (kv_heads, score.shape[1] // kv_heads)).amax(2)
-    best, order = best.sort(dim=-1, descending=True, stable=True)
-    spent = cost[:, None].expand_as(best).gather(-1, order).cumsum(-1)
+    best, order = best_first(best, most)
+    spent = cost[:, None].expand(len(score), kv_heads, -1).gather(-1, order).cumsum(-1)
     return order, (spent <= budget) & (best > -math.inf)
 
 
