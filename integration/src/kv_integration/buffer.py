@@ -66,9 +66,10 @@ class KVBuffer:
         new = keys.shape[2]
         self._reserve(self.count + new)
         if self.lengths is None and valid is None:
-            self.keys[:, :, self.count : self.count + new] = keys
-            self.values[:, :, self.count : self.count + new] = values
-            self.count += new
+            place = slice(self.count, self.count + new)
+            self.keys[:, :, place] = keys
+            self.values[:, :, place] = values
+            self.count = place.stop
             return
         lengths = self._lengths()
         if valid is None:
@@ -106,8 +107,8 @@ class KVBuffer:
         """Attention of the last Q entries' queries [B, H_q, Q, D], causal: `(out, lse)`."""
         return attention(
             queries,
-            self.keys[:, :, : self.count],
-            self.values[:, :, : self.count],
+            self.keys.narrow(2, 0, self.count),
+            self.values.narrow(2, 0, self.count),
             lengths=self.lengths,
             causal=queries.shape[2] > 1,
             scale=scale,

@@ -87,8 +87,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -
 
 def _pieces(q: Tensor, k: Tensor, v: Tensor) -> int:
     """Into how many pieces each head's keys are cut so that all threads have equal work."""
-    threads, heads = torch.get_num_threads(), q.shape[0] * q.shape[1]
-    if threads == 1 or heads == 0 or q.device.type != "cpu" or not (folds(k) and folds(v)):
+    threads = torch.get_num_threads()
+    if threads == 1:
+        return 1
+    heads = q.shape[0] * q.shape[1]
+    if heads == 0 or q.device.type != "cpu" or not (folds(k) and folds(v)):
         return 1
     # with many heads per thread, a last round in which some wait is cheaper than merging
     wanted = threads // math.gcd(threads, heads) if heads < 4 * threads else 1
