@@ -66,10 +66,10 @@ class KVBuffer:
         new = keys.shape[2]
         self._reserve(self.count + new)
         if self.lengths is None and valid is None:
-            place = slice(self.count, self.count + new)
-            self.keys[:, :, place] = keys
-            self.values[:, :, place] = values
-            self.count = place.stop
+            free = slice(self.count, self.count + new)
+            self.keys[:, :, free] = keys
+            self.values[:, :, free] = values
+            self.count += new
             return
         lengths = self._lengths()
         if valid is None:
