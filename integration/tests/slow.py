@@ -96,10 +96,10 @@ def snapkv(prompt, budget, window, mode, kernel):
     return [best(pooled(s, mode, kernel), selected) + latest for s in scores]
 
 
-def chunkkv(prompt, budget, window, chunk):
+def chunkkv(prompt, budget, window, chunk, mode="none", kernel=1):
     window, left = windowed(budget, window)
     earlier = prompt.tokens - window
-    scores = window_scores(prompt, window, per_head=False)[0]
+    scores = pooled(window_scores(prompt, window, per_head=False)[0], mode, kernel)
     chunks = [list(range(a, min(a + chunk, earlier))) for a in range(0, earlier, chunk)]
     chunks.sort(key=lambda c: (-sum(scores[j] for j in c) / len(c), c[0]))
     kept = list(range(earlier, prompt.tokens))

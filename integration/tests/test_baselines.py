@@ -89,10 +89,11 @@ def test_pyramidkv_gives_the_first_layers_more(seed, beta):
 @SEEDS
 @SHAPES
 @pytest.mark.parametrize("chunk", [1, 4, 10])
-def test_chunkkv_keeps_whole_chunks(seed, heads, groups, chunk):
+@pytest.mark.parametrize("pooling", [("none", 5), ("avg", 5), ("max", 3)], ids=str)
+def test_chunkkv_keeps_whole_chunks(seed, heads, groups, chunk, pooling):
     prompt = slow.Prompt(seed, heads=heads, groups=groups)
-    state = compress(ChunkKV(budget=19, window=5, chunk=chunk), prompt)
-    check_kept(state, prompt, slow.chunkkv(prompt, 19, 5, chunk))
+    method = ChunkKV(budget=19, window=5, chunk=chunk, pooling=pooling[0], kernel=pooling[1])
+    check_kept(compress(method, prompt), prompt, slow.chunkkv(prompt, 19, 5, chunk, *pooling))
 
 
 @SEEDS

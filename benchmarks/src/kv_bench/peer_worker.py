@@ -33,11 +33,11 @@ def ours(name: str, model: Any, tokenizer: Any, kept: int) -> tuple[Any, Any]:
     """A context manager and a cache, of this project."""
     from kv_integration import METHODS, attach
 
-    window = window_of(kept)
+    observed = {"window": window_of(kept), "pooling": "avg", "kernel": KERNEL}
     settings: dict[str, dict[str, Any]] = {
-        "snapkv": {"window": window, "pooling": "avg", "kernel": KERNEL},
-        "pyramidkv": {"window": window, "pooling": "avg", "kernel": KERNEL},
-        "chunkkv": {"window": window, "chunk": CHUNK},
+        "snapkv": observed,
+        "pyramidkv": observed,
+        "chunkkv": {**observed, "chunk": CHUNK},
         "streamingllm": {"sinks": SINKS},
     }
     if name not in METHODS:

@@ -1,10 +1,11 @@
 """Attach to a transformers model so that stock `generate()` runs on our caches, and detach again.
 
 Put on the model and taken off again: an attention function of our own (chosen by
-`set_attn_implementation`), a hook on the decoder that tells the cache which tokens come, a hook on
-each attention module that hands the cache to the attention function, a `generate` that tells the
-cache how long the prompt is before it calls the model's own, a `prepare_inputs_for_generation`
-that does not lose it, and on the decoder a `forward` that tells a prompt's end from what follows.
+`set_attn_implementation`), a hook on the decoder that tells the cache which tokens come, on each
+attention module a `forward` that hands the cache to the attention function (a hook would cost a
+decoding step several times as much), a `generate` that tells the cache how long the prompt is
+before it calls the model's own, a `prepare_inputs_for_generation` that does not lose it, and on the
+decoder a `forward` that tells a prompt's end from what follows.
 Without one of our caches in the call, all of them pass everything through.
 """
 
@@ -54,10 +55,14 @@ class Attached:
         self._original = model.config._attn_implementation
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         decoder = decoder_of(model)
+        modules = attention_modules(decoder)
         wrapped: list[tuple[nn.Module, str, Callable[..., Any]]] = [
             *((model, name, wrapper) for name, wrapper in WRAPPED.items()),
             (decoder, "forward", functools.partial(_in_two, decoder)),
         ]
+        for module, following in zip_longest(modules, modules[1:]):
+            ahead = None if following is None else Lookahead(following)
+            wrapped.append((module, "forward", functools.partial(_handing_over, module, ahead)))
         self._own = [(module, name, module.__dict__.get(name)) for module, name, _ in wrapped]
         name = register(self._original)
         try:
@@ -66,11 +71,6 @@ class Attached:
                 decoder.register_forward_pre_hook(self._enter, with_kwargs=True),
                 decoder.register_forward_hook(_leave, always_call=True),
             ]
-            modules = attention_modules(decoder)
-            for module, following in zip_longest(modules, modules[1:]):
-                ahead = None if following is None else Lookahead(following)
-                hook = functools.partial(_hand_over, ahead)
-                self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
             for module, method, wrapper in wrapped:
                 module.__dict__[method] = wrapper(getattr(module, method))
         except BaseException:
@@ -377,26 +377,29 @@ def _leave(decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """After the decoder ran, or failed: `output` is None then."""
     cache = _active.get()
     _active.set(None)
-    if cache is not None and output is not None:
+    if cache is not None and output is not None and cache.surprise is not None:
         cache.leave(output[0])
 
 
-def _hand_over(
-    ahead: Lookahead | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Before an attention module runs: give its attention function the cache's layer.
+def _handing_over(
+    module: nn.Module, ahead: Lookahead | None, forward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """An attention module's `forward` that gives its attention function the cache's layer.
 
     And what it is told about RoPE, if the method wants that. ahead: asks the module after it.
     """
-    cache = cache_in(args, kwargs)
-    if cache is None:
-        return None
-    layer = cache.layers[int(module.layer_idx)]  # type: ignore[arg-type]
-    if not isinstance(layer, CompressedLayer):
-        return None
-    if ahead is not None:
-        ahead(cache, args, kwargs)
-    more: dict[str, Any] = {"kv_layer": layer}
-    if cache.method.rope:
-        more["kv_turn"] = turn_of(module, args, kwargs, cache, cache.context.rotations)
-    return args, {**kwargs, **more}
+    number = int(module.layer_idx)  # type: ignore[arg-type]
+
+    @functools.wraps(forward)
+    def handed(*args: Any, **kwargs: Any) -> Any:
+        cache = cache_in(args, kwargs)
+        layer = None if cache is None else cache.layers[number]
+        if cache is not None and isinstance(layer, CompressedLayer):
+            if ahead is not None:
+                ahead(cache, args, kwargs)
+            if cache.method.rope:
+                kwargs["kv_turn"] = turn_of(module, args, kwargs, cache, cache.context.rotations)
+            kwargs["kv_layer"] = layer
+        return forward(*args, **kwargs)
+
+    return handed

@@ -36,8 +36,8 @@ class Bounded(LayerState):
         self.used, self.seen = [0] * len(rows), [0] * len(rows)
 
     @abstractmethod
-    def place(self) -> Tensor:
-        """The slot that the next token of each list takes, int64[B, H_kv]."""
+    def place(self) -> Tensor | int:
+        """The slot that the next token takes: int64[B, 1 or H_kv], an int if it is one for all."""
 
     @abstractmethod
     def absorb(self, row: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
@@ -54,18 +54,21 @@ class Bounded(LayerState):
 
         Arguments as of `attended`. What it says of slots that are not live means nothing.
         """
-        batch, heads, _, dim = self.keys.shape
-        logits = (queries.reshape(batch, heads, -1, dim) @ self.keys.mT).float() * scale
-        return (logits - lse.view(batch, heads, -1, 1)).exp_()
+        batch, heads, slots, dim = self.keys.shape
+        lists = batch * heads
+        q, keys = queries.reshape(lists, -1, dim), self.keys.view(lists, slots, dim).mT
+        total = lse.reshape(lists, -1, 1)
+        if q.dtype == torch.float32:
+            logits = torch.baddbmm(total, q, keys, beta=-1, alpha=scale)
+        else:  # rounded once, by the product
+            logits = torch.bmm(q, keys).float().mul_(scale).sub_(total)
+        return logits.exp_().view(batch, heads, -1, slots)
 
     def step(
         self, queries: Tensor, keys: Tensor, values: Tensor, *, valid: Tensor | None, scale: float
     ) -> Tensor:
         if queries.shape[2] == 1 and valid is None:
-            slots = self.place()
-            at = slots[:, :, None, None]
-            self.keys.scatter_(2, at.expand(keys.shape), keys)
-            self.values.scatter_(2, at.expand(values.shape), values)
+            self._put(self.place(), keys, values)
             self.seen = [n + 1 for n in self.seen]
             self.used = [min(n + 1, c) for n, c in zip(self.used, self.capacity, strict=True)]
             out, lse = self._attend(queries, scale)
@@ -80,6 +83,20 @@ class Bounded(LayerState):
                 latest = queries[row : row + 1, :, -own[0].shape[2] :]
                 self.absorb(row, latest, *own, scale)
         return out
+
+    def _put(self, slots: Tensor | int, keys: Tensor, values: Tensor) -> None:
+        """One token's keys and values [B, H_kv, 1, D] into its slots, as `place` says them."""
+        if isinstance(slots, int):
+            self.keys[:, :, slots : slots + 1] = keys
+            self.values[:, :, slots : slots + 1] = values
+            return
+        if slots.numel() == 1:  # `scatter_` wants an index for every number
+            self.keys.index_copy_(2, slots[0], keys)
+            self.values.index_copy_(2, slots[0], values)
+            return
+        at = slots[:, :, None, None]
+        self.keys.scatter_(2, at.expand(keys.shape), keys)
+        self.values.scatter_(2, at.expand(values.shape), values)
 
     def _attend(self, queries: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         return attention(queries, self.keys, self.values, lengths=self.lengths(), scale=scale)

@@ -66,8 +66,9 @@ class KVBuffer:
         new = keys.shape[2]
         self._reserve(self.count + new)
         if self.lengths is None and valid is None:
-            self.keys[:, :, self.count : self.count + new] = keys
-            self.values[:, :, self.count : self.count + new] = values
+            free = slice(self.count, self.count + new)
+            self.keys[:, :, free] = keys
+            self.values[:, :, free] = values
             self.count += new
             return
         lengths = self._lengths()
@@ -106,8 +107,8 @@ class KVBuffer:
         """Attention of the last Q entries' queries [B, H_q, Q, D], causal: `(out, lse)`."""
         return attention(
             queries,
-            self.keys[:, :, : self.count],
-            self.values[:, :, : self.count],
+            self.keys.narrow(2, 0, self.count),
+            self.values.narrow(2, 0, self.count),
             lengths=self.lengths,
             causal=queries.shape[2] > 1,
             scale=scale,

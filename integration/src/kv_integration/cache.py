@@ -160,7 +160,8 @@ class KVCache(Cache):
             ValueError: an earlier forward ended in the middle, so layers hold unequal lengths; the
                 number of rows is not that of the prompt; or `mask` is not of two dimensions.
         """
-        lengths = {layer.seen for layer in self.compressed}
+        layers = self.compressed
+        lengths = {layer.seen for layer in layers}
         if self._passing is not None or (lengths and lengths != {self.tokens}):
             raise ValueError(
                 f"a forward pass on this cache was interrupted: of {self.tokens} tokens its layers "
@@ -175,8 +176,9 @@ class KVCache(Cache):
                 f"input_ids has {batch} rows, but this cache holds a batch of {self._batch}; "
                 "reset() it for a new prompt"
             )
-        for layer in self.compressed:
-            layer.recompress()
+        if self.recompress_after is not None:
+            for layer in layers:
+                layer.recompress()
         wanted = self.prompt_length or self._expected or self.prompt_tokens + new
         # the one time per forward pass that the host reads the mask
         padded = mask is not None and not bool(mask[:, -new:].all())
@@ -200,7 +202,7 @@ class KVCache(Cache):
             else:
                 counts = self.valid.sum(1).tolist()
             self.row_seen = [a + b for a, b in zip(self.row_seen, counts, strict=True)]
-            rest = ids[:, self.fresh :]
+            rest = ids[:, self.fresh :] if self.fresh else ids
             self.plan.advance(
                 rest if self.order is None else rest.gather(1, self.order), self.valid
             )

@@ -13,7 +13,7 @@ from torch import Tensor
 from kv_integration.budget import check_budget
 from kv_integration.eviction import Eviction, everything, with_latest
 from kv_integration.method import Plan, Row
-from kv_integration.observation import check_observation, observed_scores, split_observed
+from kv_integration.observation import Pooling, check_observation, observed_scores, split_observed
 from kv_integration.segments import runs
 from kv_policies import top_segments
 from kv_score import segment_statistics
@@ -28,6 +28,9 @@ class ChunkKV(Eviction):
         window: latest tokens, whose queries score the others; at most a quarter of the budget.
         chunk: tokens per chunk; 10 in the paper. The last chunk that is taken is cut to its best
             tokens, so that the budget is met exactly.
+        pooling, kernel: how scores are pooled over neighbours before chunks are ranked
+            (`observed_scores`). Algorithm 1 pools nothing; the authors' code in kvpress ranks the
+            scores of any method, and those of its SnapKV are the average over 5 neighbours.
 
     The paper's reuse of one layer's indices by the next ones is left out: scoring costs little.
     """
@@ -35,10 +38,12 @@ class ChunkKV(Eviction):
     budget: int | float = 1024
     window: int = 32
     chunk: int = 10
+    pooling: Pooling = "none"
+    kernel: int = 5
 
     def __post_init__(self) -> None:
         check_budget(self.budget)
-        check_observation(self.window, "none", 1)
+        check_observation(self.window, self.pooling, self.kernel)
         if self.chunk < 1:
             raise ValueError(f"chunk must be at least 1, got {self.chunk}")
 
@@ -51,7 +56,7 @@ class ChunkKV(Eviction):
         if budget == row.tokens:
             return everything(row)
         window, selected = split_observed(row, budget, self.window)
-        scores = observed_scores(row, window, pooling="none", kernel=1)
+        scores = observed_scores(row, window, pooling=self.pooling, kernel=self.kernel)
         offsets = runs(row.tokens - window, self.chunk, row.keys)
         mean, _ = segment_statistics(scores, offsets)
         return with_latest(top_segments(mean, scores, offsets, selected), row, window)

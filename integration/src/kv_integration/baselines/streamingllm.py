@@ -55,12 +55,14 @@ class Rolling(Bounded):
         for number, row in enumerate(rows):
             self.absorb(number, row.queries, row.keys, row.values, row.scale)
 
-    def place(self) -> Tensor:
+    def place(self) -> Tensor | int:
         slots = [
             seen if seen < self.sinks[row] else self._ring(row, seen)
             for row, seen in enumerate(self.seen)
         ]
-        return torch.tensor(slots, device=self.keys.device)[:, None].expand(-1, self.keys.shape[1])
+        if min(slots) == max(slots):
+            return slots[0]
+        return torch.tensor(slots, device=self.keys.device)[:, None]
 
     def absorb(self, row: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
         new, seen = keys.shape[2], self.seen[row]

@@ -69,7 +69,7 @@ class MultiState(Bounded):
         if self.used != self.capacity:
             used, capacity = (torch.tensor(x, device=device) for x in (self.used, self.capacity))
             slots = torch.where(used < capacity, used, slots)
-        return slots[:, None].expand(-1, self.keys.shape[1])
+        return slots[:, None]
 
     def attended(self, queries: Tensor, lse: Tensor, scale: float) -> None:
         self.score = self.paid(queries, lse, scale).mean((1, 2))

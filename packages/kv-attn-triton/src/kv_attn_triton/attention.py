@@ -43,8 +43,7 @@ def attention(
     Raises ValueError for shapes, devices, lengths or an impl that cannot be met, TypeError for
     dtypes. Source: SemantiCache Eq. 4 for log_size; flash-decoding for the split over keys.
     """
-    checks.check_query_key(q, k)
-    checks.check_value(v, q, (k.shape[0], k.shape[1], k.shape[2]))
+    checks.check_entries(q, k, v)
     if log_size is not None:
         checks.check_log_size(log_size, tuple(k.shape[:3]), q)
     if lengths is not None:

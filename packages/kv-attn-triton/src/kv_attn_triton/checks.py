@@ -20,13 +20,42 @@ def check_query_key(q: torch.Tensor, k: torch.Tensor, *, name: str = "k") -> Non
     check_rank(name, k, 4)
     check_float(q)
     check_like(name, k, q)
-    if k.shape[0] != q.shape[0]:
-        raise ValueError(f"{name} must have q's batch size {q.shape[0]}, got {k.shape[0]}")
-    if k.shape[3] != q.shape[3] or q.shape[3] == 0:
+    batch, query_heads, _, size = q.shape
+    rows, key_heads, _, key_size = k.shape
+    if rows != batch:
+        raise ValueError(f"{name} must have q's batch size {batch}, got {rows}")
+    if key_size != size or size == 0:
         raise ValueError(
-            f"{name} must have q's head size, at least 1; got {k.shape[3]} for q's {q.shape[3]}"
+            f"{name} must have q's head size, at least 1; got {key_size} for q's {size}"
         )
-    check_groups(q.shape[1], k.shape[1])
+    check_groups(query_heads, key_heads)
+
+
+def check_entries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """q against k and v [B, H_kv, N, Dv]: a decoding step asks once per layer, so what is right is
+    told in one look; the checks one by one say what is wrong."""
+    if (
+        q.dim() == k.dim() == v.dim() == 4
+        and q.dtype in FLOATS
+        and q.dtype == k.dtype == v.dtype
+        and q.device == k.device == v.device
+        and k.stride(3) == v.stride(3) == 1
+    ):
+        batch, query_heads, _, size = q.shape
+        rows, heads, entries, key_size = k.shape
+        *beside, value_size = v.shape
+        if (
+            batch == rows
+            and size == key_size
+            and beside == [rows, heads, entries]
+            and heads
+            and query_heads % heads == 0
+            and size
+            and value_size
+        ):
+            return
+    check_query_key(q, k)
+    check_value(v, q, (k.shape[0], k.shape[1], k.shape[2]))
 
 
 def check_rank(name: str, x: torch.Tensor, rank: int) -> None:

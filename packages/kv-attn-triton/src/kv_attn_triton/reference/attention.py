@@ -34,7 +34,7 @@ from ..merge import FLOOR, merge_states
 
 State = tuple[Tensor, Tensor]
 
-FLASH = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+FLASH = getattr(torch, "_scaled_dot_product_flash_attention_for_cpu", None)
 CONVERTED = 1 << 19  # elements per thread converted to float32 at a time: stays in the cache
 SCORES = 1 << 24  # float32 scores held at a time
 LONG = 1 << 18  # float32 elements of one head's keys past which `_matmul` is the faster one
@@ -53,12 +53,15 @@ def attention(
     scale: float,
 ) -> State:
     """See `kv_attn_triton.attention`. Each run of heads of equal length is one call."""
-    query_heads, queries = q.shape[1:3]
+    _, query_heads, queries, _ = q.shape
     packed = pack(q, k.shape[1])
-    if lengths is None:
-        state = _causal(packed, k, v, log_size, scale, queries if causal else 1)
+    rows = queries if causal else 1
+    if lengths is not None:
+        state = _ragged(packed, k, v, log_size, lengths, scale, rows)
+    elif rows > 1:
+        state = _causal(packed, k, v, log_size, scale, rows)
     else:
-        state = _ragged(packed, k, v, log_size, lengths, scale, queries if causal else 1)
+        state = attend(packed, k, v, log_size, scale)
     return unpack(state, query_heads, queries)
 
 
@@ -73,22 +76,25 @@ def pack(q: Tensor, key_heads: int) -> Tensor:
 def unpack(state: State, query_heads: int, queries: int) -> State:
     out, lse = state
     batch, _, _, size = out.shape
-    shape = (batch, query_heads, queries)
-    return out.reshape(*shape, size), lse.reshape(shape)
+    return (
+        out.reshape(batch, query_heads, queries, size),
+        lse.reshape(batch, query_heads, queries),
+    )
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> State:
     """Packed rows q [B, H, R, D] over every entry of k, v, with bias [B, H, N] added."""
-    pieces = _pieces(q, k, v)
-    if pieces > 1:
-        return _spread(q, k, v, bias, scale, pieces)
+    if torch.get_num_threads() > 1:
+        pieces = _pieces(q, k, v)
+        if pieces > 1:
+            return _spread(q, k, v, bias, scale, pieces)
     return _route(q, k, v, bias, scale, causal=False)
 
 
 def _pieces(q: Tensor, k: Tensor, v: Tensor) -> int:
     """Into how many pieces each head's keys are cut so that all threads have equal work."""
     threads, heads = torch.get_num_threads(), q.shape[0] * q.shape[1]
-    if threads == 1 or heads == 0 or q.device.type != "cpu" or not (folds(k) and folds(v)):
+    if heads == 0 or q.device.type != "cpu" or not (folds(k) and folds(v)):
         return 1
     # with many heads per thread, a last round in which some wait is cheaper than merging
     wanted = threads // math.gcd(threads, heads) if heads < 4 * threads else 1
@@ -134,10 +140,11 @@ def _route(
 
 def _fused(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether torch's fused kernel takes these and is the faster route."""
-    rows, size = q.shape[2:]
-    if FLASH is None or q.device.type != "cpu" or q.dtype == torch.float16 or v.shape[3] != size:
+    _, _, rows, size = q.shape
+    dtype = q.dtype
+    if FLASH is None or not q.is_cpu or dtype == torch.float16 or v.shape[3] != size:
         return False
-    return q.dtype != torch.float32 or rows > FEW or k.shape[2] * size < LONG
+    return dtype != torch.float32 or rows > FEW or k.shape[2] * size < LONG
 
 
 def _empty(q: Tensor, value_size: int) -> State:
