@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from kv_bench import synthetic
 from kv_bench.cli import main
-from kv_integration import FullKV, SentenceKV, SnapKV, attach
+from kv_integration import FullKV, SeKV, SentenceKV, SnapKV, attach
 
 TOKENIZER = make_tokenizer()
 
@@ -67,17 +67,19 @@ def test_batches_stop_where_memory_ends(config: Path, tmp_path: Path) -> None:
     assert len(rows) > 2  # more than the two refusals
 
 
-def test_a_method_that_a_synthetic_cache_does_not_serve_says_so(
+def test_a_model_that_a_synthetic_cache_does_not_serve_says_so(
     config: Path, tmp_path: Path
 ) -> None:
+    layers = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "sliding_window": 16}
+    layers |= {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}
+    config.write_text(json.dumps(json.loads(config.read_text()) | layers))
     file = tmp_path / "rows.json"
     options = ["--config", config, "--contexts", "90", "--prefill-up-to", "90", "--json", file]
-    options += ["--methods", "sekv,snapkv", "--budget", "16", "--steps", "2", "--max-batch", "2"]
+    options += ["--methods", "snapkv", "--budget", "16", "--steps", "2", "--max-batch", "2"]
     assert run(*options, "--dtype", "float32").exit_code == 0
     rows = {(row["case"], row["batch"]): row for row in json.loads(file.read_text())["rows"]}
-    assert rows["sekv", 1]["source"] == "prefill" and "tpot_ms" in rows["sekv", 1]
-    assert "needs hidden states" in rows["sekv", 2]["note"]
-    assert "tpot_ms" in rows["snapkv", 2]  # the other methods go on
+    assert rows["snapkv", 1]["source"] == "prefill" and "tpot_ms" in rows["snapkv", 1]
+    assert "sliding-window" in rows["snapkv", 2]["note"]
 
 
 @pytest.mark.parametrize("method", [FullKV(), SnapKV(budget=20), SentenceKV(budget=20)])
@@ -93,6 +95,20 @@ def test_a_synthetic_cache_holds_what_a_prompt_would_leave(method) -> None:
     assert (ours.tokens_seen, ours.full_kv_bytes) == (theirs.tokens_seen, theirs.full_kv_bytes)
     assert ours.entries_attended == theirs.entries_attended
     assert (ours.host_bytes > 0) == (theirs.host_bytes > 0)
+
+
+def test_a_synthetic_cache_draws_the_surprisal_that_a_method_needs() -> None:
+    model = make_model(len(TOKENIZER))
+    with attach(model, TOKENIZER) as kv, torch.no_grad():
+        made = [kv.cache(SeKV(budget=40)) for _ in range(2)]
+        for cache in made:
+            synthetic.fill(model, cache, batch=2, tokens=90)
+        logits = [model(torch.tensor([[5], [6]]), past_key_values=c).logits for c in made]
+        reports = [cache.report() for cache in made]
+    assert torch.equal(*logits)  # one seed, one cache
+    assert reports[0] == reports[1]
+    assert reports[0].tokens_seen == 91 and reports[0].host_bytes > 0
+    assert 0 < reports[0].entries_attended <= 40
 
 
 def test_full_kv_attends_to_all_of_a_synthetic_cache() -> None:

@@ -14,6 +14,9 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from kv_integration import KVCache
+from kv_integration.surprise import PromptSurprisal
+
+MEAN_NATS = 2.5  # of drawn surprisal, which is as skewed as that of text
 
 
 class NoFillError(ValueError):
@@ -23,11 +26,12 @@ class NoFillError(ValueError):
 def fill(model: PreTrainedModel, cache: Cache, *, batch: int, tokens: int, seed: int = 0) -> Cache:
     """`cache`, of ours or a DynamicCache, after a prompt of `batch` rows of `tokens` tokens.
 
-    Keys and values are normal random numbers, queries too, as many as the method observes.
+    Keys and values are normal random numbers, queries too, as many as the method observes. A method
+    that needs the prompt's surprisal is given exponentially distributed numbers before the first
+    layer comes, so that it, too, compresses layer by layer, where a prompt waits for its end.
 
     Raises:
-        NoFillError: the model has sliding-window layers, or the method needs the model's hidden
-            states of the prompt.
+        NoFillError: the model has sliding-window layers.
     """
     config: Any = model.config.get_text_config(decoder=True)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -47,18 +51,34 @@ def fill(model: PreTrainedModel, cache: Cache, *, batch: int, tokens: int, seed:
         return cache
     if len(cache.compressed) != config.num_hidden_layers:
         raise NoFillError("sliding-window layers cannot be filled with random entries")
-    if cache.method.needs_surprisal:
-        raise NoFillError("needs hidden states, which a synthetic cache has not")
     ids = torch.randint(
         config.vocab_size, (batch, tokens), generator=rng, device=model.device, dtype=torch.int64
     )
     observed = min(max(cache.method.observe, 1), tokens)
     cache.enter(ids, None)
+    if cache.surprise is not None:
+        drawn = torch.empty(batch, tokens, device=model.device)
+        cache.surprise = Drawn(drawn.exponential_(1 / MEAN_NATS, generator=rng))
+        cache.leave(ids)
     for layer in cache.compressed:
         keys, values = key_values()
         queries = draw(config.num_attention_heads, observed)
         layer.attend(queries, keys, values, scale=head_dim**-0.5, exact=_nothing)
     return cache
+
+
+class Drawn(PromptSurprisal):
+    """Surprisal that was drawn, not computed: `values` float32[B, T], in nats."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        values[:, 0] = 0.0  # nothing predicts the first token
+
+    def add(self, hidden: Tensor, ids: Tensor, valid: Tensor | None) -> None:
+        """Nothing is left to find out."""
+
+    def rows(self) -> list[Tensor]:
+        return list(self.values)
 
 
 def _nothing(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
