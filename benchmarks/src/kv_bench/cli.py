@@ -6,6 +6,7 @@ import click
 
 from kv_bench import __version__
 from kv_bench.decode_step import decode_step
+from kv_bench.divergence import divergence
 from kv_bench.efficiency import efficiency
 from kv_bench.lowrank import lowrank
 from kv_bench.memory import memory
@@ -37,6 +38,7 @@ for command in (
     report,
     niah,
     decode_step,
+    divergence,
     efficiency,
     lowrank,
     memory,
