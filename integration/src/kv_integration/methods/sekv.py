@@ -89,6 +89,9 @@ class SeKV(Method):
     The prompt is held whole by all layers until its last token has passed the model: mean and
     standard deviation of the surprisal, which decide everything, are known only then.
 
+    A prompt whose budget leaves no room to expand any span, as 5% of a short one does, has neither
+    routing keys nor factors.
+
     Spans are chosen for each query by itself. A forward pass of several (a later turn, a draft)
     chooses for a few at a time, which then share what is fetched.
     """
