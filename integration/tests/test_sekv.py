@@ -210,7 +210,9 @@ def test_a_step_equals_the_paper_by_plain_loops(seed, tokens, budget, alpha, rou
         got = layer.state.step(*new, valid=None, scale=0.4)
         torch.testing.assert_close(got.double(), wanted, atol=2e-5, rtol=2e-4)
         if reference.spans:
-            assert noted == chosen
+            # where none can be expanded nothing chooses
+            assert noted == (chosen if layer.state.store is not None else [])
+            assert noted or not any(chosen)
             event(f"expands: {any(chosen)}")
     assert int(layer.state.entries().max()) <= max(budget, 1)
 
@@ -231,9 +233,9 @@ def test_a_real_prompt_equals_the_paper_by_plain_loops(monkeypatch):
     rows, steps, surprisals = {}, [], []
     compress, step, finish = SeKV._compress_row, SpanMemory.step, SpanPlan.finish
 
-    def compressing(self, row, spans):
+    def compressing(self, row, spans, routed):
         held = Row(0, row.queries.clone(), row.keys.clone(), row.values.clone(), row.scale)
-        made = compress(self, row, spans)
+        made = compress(self, row, spans, routed)
         rows[row.layer] = held
         return made
 
@@ -414,7 +416,7 @@ def test_factors_take_just_their_numbers_on_the_tier():
     for tier in ("host", "disk"):
         method = SeKV(budget=30, tier=tier, router=random_router(4), **SMALL)
         layer = Layer(method, 5, 80)
-        store, sizes = layer.state.store, layer.state.sizes[0]
+        store, sizes = layer.state.store, layer.plan.spans[0].offsets.diff()
         ranks = [r.view(2, -1) for r in store.ranks]
         assert len(ranks[0].unique()) > 1  # gates drop components of some spans
         numbers = (ranks[0] * (sizes + 6 + 1) + ranks[1] * (sizes + 7 + 1)).sum()
@@ -456,13 +458,28 @@ def test_zoom_in_rates_are_those_of_the_gates():
         assert all(rate > 0 for rate in rates) == some == (state.store.bytes_moved > 0)
 
 
-def test_without_reconstruction_nothing_is_stored():
-    method = SeKV(budget=30, **SMALL | {"max_rank": 0})
-    state = Layer(method, 7, 100).state
-    steps(state, 2)
-    assert state.nbytes()["host"] == state.nbytes()["disk"] == 0
-    assert state.details()["zoom_in"] == [0.0] * 4
-    assert state.traffic() == {"bytes_moved": 0, "hits": 0, "misses": 0}
+def test_what_can_expand_nothing_holds_nothing_for_it():
+    for options in ({"max_rank": 0}, {"max_length": None, "budget": 25}):
+        method = SeKV(**{"budget": 30} | SMALL | options)
+        layer = Layer(method, 7, 100)
+        state, spans = layer.state, layer.plan.spans[0]
+        assert len(spans.offsets) > 1 and (method.max_rank == 0 or not spans.expands)
+        steps(state, 2)
+        tiers = state.nbytes()
+        means, sizes = state.keys.nbytes + state.values.nbytes, state.log_size.nbytes
+        assert tiers["device"] == state.exact.nbytes + means + sizes + (4 + 1) * 8
+        assert tiers["host"] == tiers["disk"] == 0
+        assert state.details() == {"zoom_in": [0.0] * 4, "spans": [len(spans.offsets) - 1]}
+        assert state.traffic() == {"bytes_moved": 0, "hits": 0, "misses": 0}
+
+
+def test_the_plan_of_a_compressed_prompt_holds_nothing(tokenizer):
+    with attach(shared("llama"), tokenizer) as kv, torch.no_grad():
+        cache = kv.cache(SeKV(budget=24, **SMALL))
+        shared("llama")(**prompt(60), past_key_values=cache)
+        report = cache.report()
+    assert cache.plan.nbytes == 0
+    assert report.device_bytes == sum(layer.device_bytes for layer in report.layers)
 
 
 def test_rows_of_one_prompt_share_its_factors(tokenizer):

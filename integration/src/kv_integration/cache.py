@@ -246,6 +246,7 @@ class KVCache(Cache):
             self.surprise = None
             for layer in self.compressed:
                 layer.finish()
+            self.plan.compressed()
 
     @property
     def _batch(self) -> int:

@@ -71,6 +71,9 @@ class Plan:
         """Told once, before any `compress`, if the method `needs_surprisal`: float32[T_b] per row,
         -log p of each of the prompt's tokens in nats, 0 for the first, which nothing predicts."""
 
+    def compressed(self) -> None:
+        """Told once, if the method `needs_surprisal`: all layers have compressed the prompt."""
+
     def of(self, row: Row) -> Tensor:
         """Segments of a row's entries, int64[S + 1]."""
         return self.offsets[row.index]

@@ -22,12 +22,23 @@ from kv_offload import storage_bytes
 from kv_policies import select_spans
 
 BLOCK = 8  # queries of one forward pass that choose their spans at a time
-# Tensors of `SpanMemory` with a row per row of the batch.
-PER_ROW = (
-    "keys", "values", "summaries", "sizes", "log_size", "cost", "bias", "fitting",
-)  # fmt: skip
+# Tensors of `SpanMemory` with a row per row of the batch; the latter only where spans are routed.
+HELD, ROUTED = ("keys", "values", "log_size"), ("summaries", "cost", "bias", "fitting")
 State = tuple[Tensor, Tensor]  # out and lse
 Lists = list[list[list[int]]]  # spans of each query (a row of its own) and KV head
+
+
+@dataclass(frozen=True)
+class RoutedSpans:
+    """What it takes to expand a row's spans.
+
+    summaries: [1, H_r, S, d'], routing keys. factors: of the spans' keys and of their values; None
+    where the row has no span.
+    """
+
+    routing: Routing
+    summaries: Tensor
+    factors: tuple[PackedSpans, PackedSpans] | None
 
 
 @dataclass(frozen=True)
@@ -35,18 +46,16 @@ class SpanRow:
     """One row's prompt in one layer after compression.
 
     exact: keys and values [1, H_kv, A, D] that stay as they are. means: of each span's keys and
-    values [1, H_kv, S, D]. sizes: int64[S], tokens of each span. summaries: [1, H_r, S, d'],
-    routing keys. factors: of the spans' keys and of their values, None where no span is ever
-    expanded. room: entries that a step has left for expanded tokens, their spans' means spared.
+    values [1, H_kv, S, D]. sizes: int64[S], tokens of each span. room: entries that a step
+    has left for expanded tokens, their spans' means spared. routed: None where no span of the
+    batch is ever expanded.
     """
 
     exact: tuple[Tensor, Tensor]
     means: tuple[Tensor, Tensor]
     sizes: Tensor
-    summaries: Tensor
-    routing: Routing
-    factors: tuple[PackedSpans, PackedSpans] | None
     room: int
+    routed: RoutedSpans | None
 
 
 @storable
@@ -62,34 +71,20 @@ class SpanMemory(LayerState):
         self,
         rows: Sequence[SpanRow],
         *,
+        query_heads: int,
         tier: Literal["host", "disk"],
         looks_ahead: bool = False,
     ) -> None:
-        self.looks_ahead = looks_ahead
         device, heads = rows[0].sizes.device, rows[0].exact[0].shape[1]
         self.exact = KVBuffer.stack([row.exact for row in rows])
-        self.routing = Routing.stack([row.routing for row in rows])
         self.keys, self.values = (stack_rows([row.means[i][0] for row in rows]) for i in (0, 1))
-        self.summaries = stack_rows([row.summaries[0] for row in rows])
-        self.sizes = stack_rows([row.sizes[None, :, None] for row in rows])[:, 0, :, 0]
-        self.log_size = self.sizes.log()  # -inf where a row has no further span
+        sizes = stack_rows([row.sizes[None, :, None] for row in rows])[:, 0, :, 0]
+        self.log_size = sizes.log()  # -inf where a row has no further span
         self.room = [row.room for row in rows]
-        self.cost = (self.sizes - 1).clamp(min=0)
-        room = torch.tensor(self.room, device=device)[:, None]
-        # A span that never fits must not stand in the way of those that do.
-        fits = (self.sizes > 0) & (self.cost <= room)
-        self.bias = self.log_size.masked_fill(~fits, -math.inf)
-        self.fitting = fits.sum(1)
-        self.longest = int(self.sizes.masked_fill(~fits, 0).amax()) if fits.numel() else 0
-        # A step expands no more spans than there is room for if they are the shortest.
-        spent = self.cost.masked_fill(~fits, max(self.room) + 1).sort().values.cumsum(1)
-        self.most = int((spent <= room).sum(1).amax()) if fits.numel() else 0
-        held = [row.factors for row in rows if row.factors is not None]
-        self.store = SpanStore(held, tier=tier, device=device) if held else None
-        # On the host, which moves spans: those of KV head h of row b are numbered from first[b][h]
-        # on in the store.
+        # What follows is on the host, which moves spans: those of KV head h of row b are numbered
+        # from first[b][h] on in the store.
         self.costs = [(row.sizes - 1).tolist() for row in rows]
-        counts = [len(row.sizes) for row in rows]
+        counts = [len(costs) for costs in self.costs]
         starts = [heads * sum(counts[:row]) for row in range(len(rows))]
         self.first = [
             [start + head * count for head in range(heads)]
@@ -99,20 +94,49 @@ class SpanMemory(LayerState):
         # For the report. A step waits for nothing that is counted on the device.
         self.attended = [[resident] * heads for resident in self.resident]
         self.requested = 0
-        self.zoomed = torch.zeros(self.routing.threshold.shape[1], dtype=torch.int64, device=device)
+        self.zoomed = torch.zeros(query_heads, dtype=torch.int64, device=device)
         self.asked = self.zoomed.new_zeros(())
+        routed = [row.routed for row in rows if row.routed is not None]
+        self.store: SpanStore | None = None
+        self.looks_ahead = looks_ahead and bool(routed)
+        if routed:
+            self._route(routed, sizes, tier)
+
+    def _route(
+        self, rows: Sequence[RoutedSpans], sizes: Tensor, tier: Literal["host", "disk"]
+    ) -> None:
+        """Hold what it takes to expand spans of `sizes` int64[B, S], 0 where there is none."""
+        self.routing = Routing.stack([row.routing for row in rows])
+        self.summaries = stack_rows([row.summaries[0] for row in rows])
+        self.cost = (sizes - 1).clamp(min=0)
+        room = torch.tensor(self.room, device=sizes.device)[:, None]
+        # A span that never fits must not stand in the way of those that do.
+        fits = (sizes > 0) & (self.cost <= room)
+        self.bias = self.log_size.masked_fill(~fits, -math.inf)
+        self.fitting = fits.sum(1)
+        self.longest = int(sizes.masked_fill(~fits, 0).amax())
+        # A step expands no more spans than there is room for if they are the shortest.
+        spent = self.cost.masked_fill(~fits, max(self.room) + 1).sort().values.cumsum(1)
+        self.most = int((spent <= room).sum(1).amax())
+        held = [row.factors for row in rows if row.factors is not None]
+        self.store = SpanStore(held, tier=tier, device=sizes.device)
 
     def step(
         self, queries: Tensor, keys: Tensor, values: Tensor, *, valid: Tensor | None, scale: float
     ) -> Tensor:
         self.exact.append(keys, values, valid)
         parts = [self.exact.attend(queries, scale=scale)]
-        if self.sizes.shape[1]:
+        if self.store is None:
+            log_size = self.log_size[:, None].expand(self.keys.shape[:3])
+            means = attention(queries, self.keys, self.values, log_size=log_size, scale=scale)
+            parts.append(means)
+        else:
             batch, _, count, _ = queries.shape
             blocks = [
                 self._attend_spans(
                     queries[:, :, first : first + BLOCK],
                     None if valid is None else valid[:, first : first + BLOCK],
+                    self.store,
                     scale,
                 )
                 for first in range(0, count, BLOCK)
@@ -120,7 +144,9 @@ class SpanMemory(LayerState):
             parts += blocks[0] if count == 1 else [_joined(blocks, batch)]
         return merge_states(parts)[0]
 
-    def _attend_spans(self, queries: Tensor, valid: Tensor | None, scale: float) -> list[State]:
+    def _attend_spans(
+        self, queries: Tensor, valid: Tensor | None, store: SpanStore, scale: float
+    ) -> list[State]:
         """Means of the spans, and tokens of those that a query expands.
 
         queries: [B, H_q, Q, D]. Each query is a row of its own here and in what is returned,
@@ -139,18 +165,17 @@ class SpanMemory(LayerState):
         log_size = each(self.log_size)[:, None].masked_fill(expanded, -math.inf)
         keys, values = each(self.keys), each(self.values)
         parts = [attention(rows, keys, values, log_size=log_size, scale=scale)]
-        if self.store is not None:
-            lists = _without_padding(chosen)
-            self._count_tokens(lists, count)
-            wanted = self._numbers(lists, count)
-            if any(wanted):
-                slots = self.store.fetch(wanted).view(len(rows), keys.shape[1], -1)
-                parts.append(self.store.attend(rows, slots, longest=self.longest, scale=scale))
+        lists = _without_padding(chosen)
+        self._count_tokens(lists, count)
+        wanted = self._numbers(lists, count)
+        if any(wanted):
+            slots = store.fetch(wanted).view(len(rows), keys.shape[1], -1)
+            parts.append(store.attend(rows, slots, longest=self.longest, scale=scale))
         return parts
 
     def expect(self, queries: Tensor, *, scale: float) -> None:
         """Fetch the spans that such queries would expand."""
-        if self.store is not None and self.sizes.shape[1]:
+        if self.store is not None:
             chosen = self._choose(self._gates(queries, None), 1)
             self.store.prefetch(self._numbers(_without_padding(chosen), 1))
 
@@ -163,8 +188,6 @@ class SpanMemory(LayerState):
 
     def _choose(self, gates: Tensor, count: int) -> Tensor:
         """Spans that each of `count` queries per row expands, int64[B * Q, H_kv, E], -1 padded."""
-        if self.store is None:
-            return self.sizes.new_empty(len(gates), self.keys.shape[1], 0)
         return select_spans(
             gates,
             self._thresholds(count),
@@ -190,7 +213,7 @@ class SpanMemory(LayerState):
 
     def _count_zooms(self, gates: Tensor, expanded: Tensor, valid: Tensor | None) -> None:
         """For the report's zoom-in rates."""
-        count, heads = len(gates) // len(self.sizes), expanded.shape[1]
+        count, heads = len(gates) // len(self.room), expanded.shape[1]
         fired = gates > self._thresholds(count)[..., None]
         both = fired.unflatten(1, (heads, -1)) & expanded[:, :, None]
         self.zoomed += both.sum((0, 3)).flatten()
@@ -211,18 +234,25 @@ class SpanMemory(LayerState):
         return torch.tensor(self.attended)
 
     def nbytes(self) -> dict[str, int]:
-        own = [getattr(self, name) for name in PER_ROW]
+        own = [getattr(self, name) for name in self._per_row]
         own += [self.zoomed, self.asked]
-        tiers = {"device": 0, "host": 0, "disk": 0} if self.store is None else self.store.nbytes
-        tiers["device"] += storage_bytes(*own) + self.exact.nbytes + self.routing.nbytes
+        tiers = {"device": 0, "host": 0, "disk": 0}
+        if self.store is not None:
+            tiers |= self.store.nbytes
+            tiers["device"] += self.routing.nbytes
+        tiers["device"] += storage_bytes(*own) + self.exact.nbytes
         return tiers
+
+    @property
+    def _per_row(self) -> Sequence[str]:
+        return HELD if self.store is None else HELD + ROUTED
 
     def crop(self, tokens: int) -> None:
         self.exact.crop(tokens)
 
     def select_rows(self, rows: Tensor) -> None:
         """Rows that descend from one prompt share its factors, on the host and on the device."""
-        for name in PER_ROW:
+        for name in self._per_row:
             setattr(self, name, getattr(self, name).index_select(0, rows))
         order = rows.tolist()
         self.room = [self.room[row] for row in order]
@@ -231,7 +261,8 @@ class SpanMemory(LayerState):
         self.resident = [self.resident[row] for row in order]
         self.attended = [list(self.attended[row]) for row in order]
         self.exact.select_rows(rows)
-        self.routing.select_rows(rows)
+        if self.store is not None:
+            self.routing.select_rows(rows)
 
     def details(self) -> dict[str, Any]:
         """`zoom_in`: share of the spans that each query head made its KV head expand, over all
@@ -239,7 +270,7 @@ class SpanMemory(LayerState):
         asked = max(int(self.asked), 1)
         return {
             "zoom_in": (self.zoomed / asked).tolist(),
-            "spans": (self.sizes > 0).sum(1).tolist(),
+            "spans": [len(costs) for costs in self.costs],
         }
 
     def traffic(self) -> dict[str, int]:

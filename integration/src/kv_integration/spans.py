@@ -38,6 +38,11 @@ class Spans:
     room: int
 
     @property
+    def expands(self) -> bool:
+        """Whether a step has room for any span; the host waits for the answer."""
+        return bool((self.offsets.diff() <= self.room + 1).any())
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the tensors that exist."""
         return storage_bytes(self.exact, self.tokens, self.offsets, self.weights)

@@ -30,6 +30,10 @@ def test_a_record_comes_back_bit_for_bit(records, tier, data):
         assert len(store) == len(sizes)
         for got, i in zip(store.read(ids), ids, strict=True):
             assert same_bits(got, wanted[i])
+        starts = [0, *store.ends]
+        for i, record in enumerate(wanted):
+            assert same_bits(store.numbers[starts[i] : starts[i + 1]], record)
+        assert starts[-1] == store.numbers.numel()
 
 
 @given(record_lists(), tiers)
@@ -49,6 +53,8 @@ def test_a_closed_store_says_so_and_its_file_is_gone(tmp_path):
     assert not list(tmp_path.iterdir())
     with pytest.raises(StoreClosedError):
         store.read([0])
+    with pytest.raises(StoreClosedError):
+        store.numbers  # noqa: B018
 
 
 @pytest.mark.parametrize(

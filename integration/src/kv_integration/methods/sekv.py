@@ -22,7 +22,7 @@ from kv_integration.eviction import take
 from kv_integration.method import Context, LayerState, Method, Plan, Row
 from kv_integration.router import Router, leading_directions
 from kv_integration.routing import Routing, logit, observed_threshold
-from kv_integration.span_memory import SpanMemory, SpanRow
+from kv_integration.span_memory import RoutedSpans, SpanMemory, SpanRow
 from kv_integration.spans import Segmentation, Spans
 from kv_integration.storable import storable
 from kv_lowrank import PackedSpans, apply_gates, pack_spans, span_svd
@@ -88,6 +88,9 @@ class SeKV(Method):
     Keys are cached after RoPE and factorised as they are: what is rebuilt needs no rotation.
     The prompt is held whole by all layers until its last token has passed the model: mean and
     standard deviation of the surprisal, which decide everything, are known only then.
+
+    A prompt whose budget leaves no room to expand any span, as 5% of a short one does, has neither
+    routing keys nor factors.
 
     Spans are chosen for each query by itself. A forward pass of several (a later turn, a draft)
     chooses for a few at a time, which then share what is fetched.
@@ -187,35 +190,48 @@ class SeKV(Method):
     def compress(self, rows: Sequence[Row], plan: Plan) -> LayerState:
         if not isinstance(plan, SpanPlan) or not plan.spans:
             raise TypeError(f"plan must be the one that begin() made, finished, got {plan!r}")
-        parts = [self._compress_row(row, plan.spans[row.index]) for row in rows]
-        ahead = self.lookahead and rows[0].layer > 0
-        return SpanMemory(parts, tier=self.tier, looks_ahead=ahead)
+        self._check_router(rows[0])
+        # Where no step can expand a span nothing is held that would choose or rebuild one.
+        spans = [plan.spans[row.index] for row in rows]
+        routed = self.max_rank > 0 and any(each.expands for each in spans)
+        parts = [self._compress_row(*both, routed) for both in zip(rows, spans, strict=True)]
+        return SpanMemory(
+            parts,
+            query_heads=rows[0].queries.shape[1],
+            tier=self.tier,
+            looks_ahead=self.lookahead and rows[0].layer > 0,
+        )
 
-    def _compress_row(self, row: Row, spans: Spans) -> SpanRow:
+    def _compress_row(self, row: Row, spans: Spans, routed: bool) -> SpanRow:
         exact, tokens = spans.exact[None, None], spans.tokens[None, None]
         keys, values = take(row.keys, tokens), take(row.values, tokens)
         weights, sizes = spans.weights[None, None], spans.offsets.diff()
         means = segment_mean(keys, spans.offsets, weights)
-        routing = self._routing(row, keys)
-        summaries = routing.summaries(means)
-        if self.observe and len(sizes):
-            scores = routing.logits(row.queries, summaries, sizes.log()[None])
-            routing.threshold = observed_threshold(scores, self.quantile)
-        factors = None
-        if self.max_rank and len(sizes):
-            factors = (
-                self._packed(row.layer, keys, spans.offsets, summaries, "key"),
-                self._packed(row.layer, values, spans.offsets, summaries, "value"),
-            )
         return SpanRow(
             exact=(take(row.keys, exact), take(row.values, exact)),
             means=(means, segment_mean(values, spans.offsets, weights)),
             sizes=sizes,
-            summaries=summaries.to(keys.dtype),
-            routing=routing,
-            factors=factors,
             room=spans.room,
+            routed=self._routed(row, spans, keys, values, means) if routed else None,
         )
+
+    def _routed(
+        self, row: Row, spans: Spans, keys: Tensor, values: Tensor, means: Tensor
+    ) -> RoutedSpans:
+        """Routing keys (Eqs. 3 and 4) and factors of spans with these keys, values, mean keys."""
+        sizes = spans.offsets.diff()
+        routing = self._routing(row, keys)
+        summaries = routing.summaries(means)
+        if not len(sizes):
+            return RoutedSpans(routing, summaries.to(keys.dtype), None)
+        if self.observe:
+            scores = routing.logits(row.queries, summaries, sizes.log()[None])
+            routing.threshold = observed_threshold(scores, self.quantile)
+        factors = (
+            self._packed(row.layer, keys, spans.offsets, summaries, "key"),
+            self._packed(row.layer, values, spans.offsets, summaries, "value"),
+        )
+        return RoutedSpans(routing, summaries.to(keys.dtype), factors)
 
     def _routing(self, row: Row, keys: Tensor) -> Routing:
         """W and thresholds: the router's, or W from the keys of the row's spans."""
@@ -225,17 +241,21 @@ class SeKV(Method):
             threshold = torch.full((1, heads), -math.inf, device=keys.device)
             routing = Routing(found[None].to(keys), threshold)
         else:
-            router = self._loaded()
-            made = (router.layers, router.query_heads, router.head_dim)
-            if made != (row.layers, heads, size):
-                raise ValueError(
-                    f"router was made for {made[0]} layers of {made[1]} query heads of size "
-                    f"{made[2]}, this model has {row.layers} of {heads} of {size}"
-                )
-            routing = Routing.of_router(router, row.layer)
+            routing = Routing.of_router(self._loaded(), row.layer)
         if self.threshold is not None:
             routing.threshold = torch.full_like(routing.threshold, logit(self.threshold))
         return routing
+
+    def _check_router(self, row: Row) -> None:
+        if self.router is None:
+            return
+        router, heads, size = self._loaded(), row.queries.shape[1], row.keys.shape[-1]
+        made = (router.layers, router.query_heads, router.head_dim)
+        if made != (row.layers, heads, size):
+            raise ValueError(
+                f"router was made for {made[0]} layers of {made[1]} query heads of size "
+                f"{made[2]}, this model has {row.layers} of {heads} of {size}"
+            )
 
     def _loaded(self) -> Router:
         if not isinstance(self.router, Router):
@@ -286,8 +306,11 @@ class SpanPlan(Plan):
             self.segmentation.spans(row, budget_entries(self.budget, len(row))) for row in surprisal
         ]
 
+    def compressed(self) -> None:
+        self.spans = []
+
     def select_rows(self, rows: Tensor) -> None:
-        self.spans = [self.spans[row] for row in rows.tolist()]
+        """Nothing of a row is left that outlasts the prompt."""
 
     @property
     def nbytes(self) -> int:
