@@ -65,8 +65,14 @@ def take(x: Tensor, indices: Tensor) -> Tensor:
     return x.gather(2, indices[..., None].expand(-1, -1, -1, x.shape[-1]))
 
 
-def add_rows(sums: Tensor, indices: Tensor, rows: Tensor) -> None:
-    """Add rows [1, H, T, D] to those of `sums` [1, H, K, D], contiguous, at indices [1, H, T]."""
+def add_rows(sums: Tensor, indices: Tensor, rows: Tensor, weight: Tensor) -> None:
+    """Add rows [1, H, T, D] times `weight` [1, H, T] to those of `sums` at `indices` [1, H, T].
+
+    sums: float32[1, H, K, D], contiguous.
+    """
     heads, count, size = sums.shape[1:]
     first = torch.arange(heads, device=sums.device)[:, None] * count
-    sums.view(-1, size).index_add_(0, (indices + first).flatten(), rows.reshape(-1, size))
+    # a contiguous copy, changed in place: a product would take the strides of the rows
+    part = rows.to(sums.dtype, copy=True, memory_format=torch.contiguous_format)
+    part.mul_(weight[..., None])
+    sums.view(-1, size).index_add_(0, (indices + first).flatten(), part.view(-1, size))

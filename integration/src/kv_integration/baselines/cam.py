@@ -70,10 +70,9 @@ class CaM(Method):
         chance = chance.scatter(2, kept, 0.0).clamp(max=1.0)
         draws = torch.Generator(kept.device).manual_seed(self.seed + row.layer)
         merged = torch.rand(chance.shape, generator=draws, device=kept.device) < chance
-        share = row.values.float() * (merged / takers.shape[-1])[..., None]
         values = take(row.values, kept).float()
         given = torch.zeros_like(values)  # to each entry as the first of those that take it
-        add_rows(given, first, share)
+        add_rows(given, first, row.values, merged / takers.shape[-1])
         for i in range(takers.shape[-1]):
             values[:, :, i:] += given[:, :, : count - i]
         return values.to(row.values.dtype)

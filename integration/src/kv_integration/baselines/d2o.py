@@ -71,7 +71,7 @@ class D2O(Method):
 
         def merged(x: Tensor) -> Tensor:
             sums = take(x, kept).float() * math.e
-            add_rows(sums, nearest, x.float() * weight[..., None])
+            add_rows(sums, nearest, x, weight)
             return (sums / total[..., None]).to(x.dtype)
 
         return entries_at(row, kept, plan, keys=merged(row.keys), values=merged(row.values))

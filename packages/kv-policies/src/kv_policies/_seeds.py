@@ -52,9 +52,20 @@ def settle(near: Tensor, free: Tensor) -> tuple[Tensor, Tensor]:
         near: int32[words, ..., W], bit s of token t is set where s and t are similar.
         free: bool[..., W], the tokens to be settled.
     """
-    width = free.shape[-1]
-    shape = (len(near), *[1] * (free.ndim - 1), width)
-    own, before = (bits.view(shape) for bits in _own_and_before(width, near.device))
+    near, seeds = _settled(near, free)
+    return seeds, first(near, seeds, free.shape[-1])
+
+
+def count(near: Tensor, free: Tensor) -> Tensor:
+    """int64[...]: how many of the tokens become seeds; arguments as of `settle`."""
+    own, _ = _own_and_before(free.shape[-1], near.device)
+    _, seeds = _settled(near, free)
+    return free.shape[-1] - _none(seeds[..., None] & _as(own, seeds)).sum(-1)
+
+
+def _settled(near: Tensor, free: Tensor) -> tuple[Tensor, Tensor]:
+    """Bits of each token itself and of the similar ones before it, and of the seeds."""
+    own, before = (_as(bits, near[..., 0]) for bits in _own_and_before(free.shape[-1], near.device))
     near = near & before | own
     left = pack(free)
     seeds = torch.zeros_like(left)
@@ -63,7 +74,12 @@ def settle(near: Tensor, free: Tensor) -> tuple[Tensor, Tensor]:
         seeds |= found
         free = free & _none(near & found[..., None])
         left = pack(free)
-    return seeds, first(near, seeds, width)
+    return near, seeds
+
+
+def _as(bits: Tensor, like: Tensor) -> Tensor:
+    """Bits [words, W] as [words, 1, ..., 1, W], for all tiles of `like` [words, ...]."""
+    return bits.view(len(bits), *[1] * (like.ndim - 1), -1)
 
 
 def first(near: Tensor, seeds: Tensor, width: int) -> Tensor:

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from kv_policies import _check, _offsets, _rows
-from kv_policies._seeds import first, pack, settle
+from kv_policies._seeds import count, first, pack, settle
 
 # Chunks are padded to widths for which products of small matrices are fast: _NARROW, multiples of
 # _STEP or, above 4 _STEP, the next power of two or three quarters of it. Longer ones have tiles.
@@ -152,7 +152,8 @@ class Chunks:
         """`greedy_clusters` after the checks, at `theta` [B, H]."""
         own = torch.arange(self._tokens, device=theta.device)
         seeds = torch.where(self._valid, own, -1)[:, None].repeat(1, self._heads, 1)
-        for stack, found in self._solved(theta):
+        for i, stack in enumerate(self._stacks):
+            found = self._solve(i, _limits(theta)[stack.row])
             c, w = stack.inside.nonzero().unbind(1)
             seeds[stack.row[c], :, stack.at[c, w]] = stack.at[c[:, None], found[c, :, w]]
         return seeds
@@ -160,18 +161,20 @@ class Chunks:
     def count(self, theta: Tensor) -> Tensor:
         """int64[B, H]: how many of the tokens are seeds at `theta` [B, H]."""
         seeds = self._valid.sum(1)[:, None].repeat(1, self._heads)
-        for stack, found in self._solved(theta):
-            inner = torch.arange(found.shape[2], device=found.device)
-            absorbed = (found != inner) & stack.inside[:, None]
-            seeds.index_add_(0, stack.row, absorbed.sum(-1), alpha=-1)
+        for i, stack in enumerate(self._stacks):
+            absorbed = self._absorbed(i, _limits(theta)[stack.row])
+            seeds.index_add_(0, stack.row, absorbed, alpha=-1)
         return seeds
 
-    def _solved(self, theta: Tensor) -> Iterator[tuple[Stack, Tensor]]:
-        """Each stack, and where in its chunk each token's seed is."""
-        # Rounding may lift the cosine of equal keys above 1.
-        theta = theta.masked_fill(theta >= 1, math.inf)
-        for i, stack in enumerate(self._stacks):
-            yield stack, self._solve(i, theta[stack.row])
+    def _absorbed(self, i: int, theta: Tensor) -> Tensor:
+        """int64[C, H]: how many tokens of each chunk are not seeds."""
+        inside = self._stacks[i].inside[:, None].expand_as(self._stacks[i].number)
+        width = inside.shape[2]
+        if width <= _TILE:  # whose seed a token has need not be known
+            whole = slice(0, width)
+            return inside.sum(-1) - count(self._near(i, whole, whole, theta), inside)
+        inner = torch.arange(width, device=theta.device)
+        return ((self._solve(i, theta) != inner) & inside).sum(-1)
 
     def _solve(self, i: int, theta: Tensor) -> Tensor:
         """int64[C, H, W]: where in its chunk each token's seed is, tile by tile.
@@ -235,6 +238,11 @@ class Chunks:
             length.clamp_(min=_SHORTEST)
         product /= lengths[-1][..., None, :]
         return _Products(product, lengths[0][..., None])
+
+
+def _limits(theta: Tensor) -> Tensor:
+    """What cosines must exceed: rounding may lift those of equal keys above 1."""
+    return theta.masked_fill(theta >= 1, math.inf)
 
 
 def _padded(length: Tensor) -> Tensor:

@@ -101,5 +101,7 @@ def _sum(x: Tensor, share: Tensor, where: Tensor, slots: int) -> Tensor:
     b, h, _, d = x.shape
     wide = torch.promote_types(x.dtype, torch.float32)
     sums = x.new_zeros(b * h * slots, d, dtype=wide)
-    sums.index_add_(0, where, (x.to(wide) * share.to(wide)[..., None]).reshape(-1, d))
+    # a contiguous copy, changed in place: a product would take the strides of x, and be copied
+    part = x.to(wide, copy=True, memory_format=torch.contiguous_format).mul_(share[..., None])
+    sums.index_add_(0, where, part.view(-1, d))
     return sums.view(b, h, slots, d)

@@ -59,13 +59,16 @@ def threshold_for_budget(
     chunks = Chunks(keys, table, valid, keep=keys.numel())
     low = keys.new_full(keys.shape[:2], -1.0, dtype=torch.float32)
     high = -low
-    count = chunks.count(low)
+    count = torch.zeros_like(low, dtype=torch.int64)
     for _ in range(steps):
         middle = (low + high) / 2
         found = chunks.count(middle)
         met = found <= budget
         low, high = torch.where(met, middle, low), torch.where(met, high, middle)
         count = torch.where(met, found, count)
+    unmet = low == -1
+    if bool(unmet.any()):
+        count = torch.where(unmet, chunks.count(low), count)
     tokens = valid.sum(-1, keepdim=True).expand_as(count)
     low = torch.where(tokens <= budget, 1.0, low)
     count = torch.where(tokens <= budget, tokens, count)
