@@ -30,22 +30,27 @@ class Lookahead:
         state = after.state
         if state is None or not state.looks_ahead or cache.tokens - after.seen != 1:
             return
-        probe = Probe()
         without = [None if x is cache else x for x in args]
         named = {name: None if x is cache else x for name, x in kwargs.items()}
-        self.following.forward(*without, **{**named, "kv_layer": probe})
-        state.expect(probe.queries, scale=probe.scale)
+        try:
+            self.following.forward(*without, **{**named, "kv_layer": Probe()})
+        except Asked as asked:
+            state.expect(asked.queries, scale=asked.scale)
+
+
+class Asked(Exception):
+    """Ends a forward pass that has come to its queries: what it would do after is not wanted."""
+
+    def __init__(self, queries: Tensor, scale: float) -> None:
+        super().__init__("a layer was asked for its queries")
+        self.queries, self.scale = queries, scale
 
 
 class Probe:
-    """Stands in for a cache's layer: notes the queries and attends to nothing."""
-
-    queries: Tensor
-    scale: float
+    """Stands in for a cache's layer, and stops the module that would have it attend."""
 
     def attend(
         self, queries: Tensor, keys: Tensor, values: Tensor, *, scale: float, **unused: object
     ) -> Tensor:
-        """Zeros [B, H_q, Q, Dv]."""
-        self.queries, self.scale = queries, scale
-        return queries.new_zeros(*queries.shape[:3], values.shape[-1])
+        """Raises `Asked`."""
+        raise Asked(queries, scale)

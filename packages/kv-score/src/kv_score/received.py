@@ -75,14 +75,16 @@ def attend_and_accumulate(
     tame = _tame(asked, keys, values, abs(scale) * _LOG2_E, block)
     for first in range(0, batch * kv_heads, together):
         part = slice(first, first + together)
-        own_keys, own_values = keys[part].float().mT, values[part]
+        own_keys, own_values = keys[part].float(), values[part]
+        if together == 1:  # rows of one head, which else lie between those of others
+            own_keys, own_values = own_keys.contiguous(), own_values.contiguous()
         for number, start in enumerate(range(0, count, block)):
             stop = min(start + block, count)
             new, end = stop - start, tokens - count + stop
             packed = asked[part, :, start:stop].flatten(1, 2).float() * (scale * _LOG2_E)
             shape = len(packed), group * new, end
             weights = room[: math.prod(shape)].view(shape)
-            torch.bmm(packed, own_keys[..., :end], out=weights)
+            torch.bmm(packed, own_keys[:, :end].mT, out=weights)
             latest = weights.unflatten(1, (group, new))[..., end - new :]
             latest.add_(future[:new, :new])
             if not tame[part, number].all():
