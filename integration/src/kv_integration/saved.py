@@ -19,7 +19,7 @@ from kv_offload import CacheFileError, load_cache, save_cache
 if TYPE_CHECKING:
     from kv_integration.cache import KVCache
 
-FORMAT = 1  # of what is stored about a cache; rises when attributes change their meaning
+FORMAT = 2  # of what is stored about a cache; rises when attributes change their meaning
 CACHE = ("tokens", "prompt_tokens", "row_tokens", "row_seen", "prompt_length", "recompress_after")
 COMPRESSED = ("seen", "since", "token_bytes", "batch_size", "scale", "rope", "latest", "state")
 SLIDING = ("keys", "values", "cumulative_length", "record_past")
