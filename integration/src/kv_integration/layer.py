@@ -55,7 +55,7 @@ class CompressedLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """The new keys and values as they are; `attend` stores them.
+        """The new keys and values, contiguous; `attend` stores them.
 
         Raises:
             ValueError: the model is not attached, so nobody would call `attend`.
@@ -65,7 +65,8 @@ class CompressedLayer(CacheLayerMixin):
                 "the model that this cache belongs to is not attached (any more): use the cache "
                 "inside `with attach(model, tokenizer)` or before detach()"
             )
-        return key_states, value_states
+        # Projections lie token by token; attention reads a prompt head by head.
+        return key_states.contiguous(), value_states.contiguous()
 
     def attend(
         self,
