@@ -100,7 +100,7 @@ def test_a_synthetic_cache_holds_what_a_prompt_would_leave(method) -> None:
 def test_a_synthetic_cache_draws_the_surprisal_that_a_method_needs() -> None:
     model = make_model(len(TOKENIZER))
     with attach(model, TOKENIZER) as kv, torch.no_grad():
-        made = [kv.cache(SeKV(budget=40)) for _ in range(2)]
+        made = [kv.cache(SeKV(budget=70)) for _ in range(2)]
         for cache in made:
             synthetic.fill(model, cache, batch=2, tokens=90)
         logits = [model(torch.tensor([[5], [6]]), past_key_values=c).logits for c in made]
@@ -108,7 +108,7 @@ def test_a_synthetic_cache_draws_the_surprisal_that_a_method_needs() -> None:
     assert torch.equal(*logits)  # one seed, one cache
     assert reports[0] == reports[1]
     assert reports[0].tokens_seen == 91 and reports[0].host_bytes > 0
-    assert 0 < reports[0].entries_attended <= 40
+    assert 0 < reports[0].entries_attended <= 70
 
 
 def test_full_kv_attends_to_all_of_a_synthetic_cache() -> None:

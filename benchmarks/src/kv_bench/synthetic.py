@@ -64,6 +64,7 @@ def fill(model: PreTrainedModel, cache: Cache, *, batch: int, tokens: int, seed:
         keys, values = key_values()
         queries = draw(config.num_attention_heads, observed)
         layer.attend(queries, keys, values, scale=head_dim**-0.5, exact=_nothing)
+    cache.plan.compressed()
     return cache
 
 

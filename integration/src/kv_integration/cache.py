@@ -246,7 +246,8 @@ class KVCache(Cache):
             self.surprise = None
             for layer in self.compressed:
                 layer.finish()
-            self.plan.compressed()
+            if all(layer.state is not None for layer in self.compressed):
+                self.plan.compressed()
 
     @property
     def _batch(self) -> int:

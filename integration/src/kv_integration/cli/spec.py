@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import keyword
 import types
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -160,5 +161,8 @@ def _name(wanted: Any) -> str:
 
 def _word(value: object) -> str:
     """A value as `_value` reads it back."""
-    plain = isinstance(value, str) and value.isidentifier() and not keyword.iskeyword(value)
-    return str(value) if plain else repr(value)
+    if not isinstance(value, str) or keyword.iskeyword(value):
+        return repr(value)
+    # Python's parser puts the letters of a plain word in a normal form (NFKC).
+    plain = value.isidentifier() and unicodedata.is_normalized("NFKC", value)
+    return value if plain else repr(value)
