@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kv_integration import METHODS, SABlock, SemantiCache, SentenceKV
@@ -57,6 +57,7 @@ VALUES = st.one_of(
 
 
 @given(st.lists(st.dictionaries(st.sampled_from("abcd"), VALUES, max_size=3), min_size=1))
+@example([{"a": "\N{MICRO SIGN}"}])
 def test_what_is_written_is_read_back(options):
     """Any values, for a method that takes anything."""
     written = [str(Spec("anything", one)) for one in options]
