@@ -196,7 +196,7 @@ def embedded():
     "method",
     [
         ShadowKV(budget=96, rank=24, outliers=4, window=16),
-        ShadowKV(budget=96, rank=24, outliers=4, window=16, outlier_by="distance"),
+        ShadowKV(budget=96, rank=24, outliers=4, window=16, outlier_by="cosine"),
         ShadowKVPlus(budget=0.2, rank=40, outliers=3, window=16, recent=12),
     ],
     ids=lambda m: m.name,
@@ -466,7 +466,7 @@ WRONG = [
     ({"rank": 0}, "rank must be at least 1, got 0"),
     ({"chunk": 0}, "chunk must be at least 1, got 0"),
     ({"outliers": -1}, "outliers must be at least 0, got -1"),
-    ({"outlier_by": "norm"}, "outlier_by must be 'cosine' or 'distance', got 'norm'"),
+    ({"outlier_by": "norm"}, "outlier_by must be 'distance' or 'cosine', got 'norm'"),
     ({"window": 0}, "window must be at least 1, got 0"),
     ({"tier": "cloud"}, "tier must be 'host' or 'disk', got 'cloud'"),
     ({"sparse": 1.5}, r"sparse as a share of the prompt must be in \(0, 1\], got 1.5"),

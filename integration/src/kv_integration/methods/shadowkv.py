@@ -43,9 +43,9 @@ class ShadowKV(Method):
             has factors of that rank.
         chunk: tokens that are scored, and come back, together (C).
         outliers: chunks per KV head that their mean stands for worst, kept exactly on the device.
-        outlier_by: what that means. `cosine`, the paper's: the lowest of a key of the chunk with
-            the mean. `distance`: the largest of a key from the mean, which bounds what the mean
-            gets wrong about a logit, where a cosine knows nothing of the length of keys.
+        outlier_by: what that means. `distance`: the largest of a key of the chunk from the mean,
+            which bounds what the mean gets wrong about a logit. `cosine`, the paper's: the lowest
+            of a key with the mean, which knows nothing of the length of keys.
         window: latest tokens kept exactly on the device.
         sparse: entries retrieved per step at the most (the paper's sparse budget), a number or a
             share of the prompt such as 1 / 64, rounded up to whole chunks; None for all that the
@@ -73,7 +73,7 @@ class ShadowKV(Method):
     rank: int | None = None
     chunk: int = 8
     outliers: int = 48
-    outlier_by: Literal["cosine", "distance"] = "cosine"
+    outlier_by: Literal["distance", "cosine"] = "distance"
     window: int = 32
     sparse: int | float | None = None
     tier: Literal["host", "disk"] = "host"
@@ -91,8 +91,8 @@ class ShadowKV(Method):
                 raise ValueError(f"{name} must be at least {least}, got {value}")
         if self.tier not in ("host", "disk"):
             raise ValueError(f"tier must be 'host' or 'disk', got {self.tier!r}")
-        if self.outlier_by not in ("cosine", "distance"):
-            raise ValueError(f"outlier_by must be 'cosine' or 'distance', got {self.outlier_by!r}")
+        if self.outlier_by not in ("distance", "cosine"):
+            raise ValueError(f"outlier_by must be 'distance' or 'cosine', got {self.outlier_by!r}")
 
     def compress(self, rows: Sequence[Row], plan: Plan) -> LayerState:
         return ShadowState([self._compress_row(row) for row in rows], rows, self)
