@@ -110,9 +110,45 @@ def test_a_router_has_routing_keys_for_every_query_head(tmp_path):
     assert held[0]["device_mib"] != held[1]["device_mib"]
 
 
+def test_a_step_stands_beside_that_of_its_primitives(tmp_path):
+    file = tmp_path / "rows.json"
+    names = ["--methods", "sentencekv,shadowkv,sekv", "--contexts", "10240"]
+    result = run(*names, "--primitive", "--alike", "0.9", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["attended"] for row in rows[:2]] == [1024, 2464]
+    assert 900 <= rows[2]["attended"] <= 1024
+    for row in rows:
+        assert row["over_primitive"] == row["step_ms"] / row["primitive_ms"]
+
+
+def test_queries_are_as_alike_as_they_are_asked_to_be():
+    method = METHODS["full"]()
+    for wanted in (0.0, 0.6, 1.0):
+        prompt = module.Prompt(64, torch.float32, 0)
+        row, plan = prompt.row(method), prompt.plan(method)
+        run = module.Decoding(prompt, row, plan, method.compress([row], plan), wanted)
+        seen = []
+        for _ in range(40):
+            seen.append(run.query.flatten())
+            run.come()
+        steps = torch.stack(seen)
+        found = torch.cosine_similarity(steps[1:], steps[:-1], dim=1).mean()
+        assert found.item() == pytest.approx(wanted, abs=0.02)
+        assert steps.norm(dim=1) == pytest.approx(64.0, rel=0.1)  # 4,096 numbers of variance 1
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
+        (["--primitive", "--methods", "sekv,quest"], "got quest"),
+        (["--primitive", "--methods", "sekv", "--budget", "0.1"], "leave --budget out"),
+        (["--primitive", "--methods", "sekv", "--shape", "qwen-14b"], "got qwen-14b"),
+        (
+            ["--primitive", "--methods", "sekv", "--contexts", "4096"],
+            "wants 10240 tokens at least, got 4096",
+        ),
+        (["--alike", "1.5"], "1.5"),
         (["--methods", "dynamic"], "unknown method"),
         (["--budget", "0"], "budget as a number"),
         (["--output", "5"], "--output needs --prefill"),

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kv_bench.decode_cases import CASES
-from kv_bench.decode_layer import Layer, each_head, exact, nbytes
+from kv_bench.decode_layer import Case, Layer, each_head, exact, nbytes
 from kv_bench.llama_layer import HEAD_SIZE, HEADS, KV_HEADS
 from kv_bench.measure import (
     agree,
@@ -57,13 +57,19 @@ def full_kv(layer: Layer, rounds: int) -> Callable[[], Tensor]:
     return ways[min(taken, key=lambda name: taken[name])]
 
 
+def checked_case(name: str, layer: Layer) -> tuple[Case, Tensor]:
+    """The case and what it picks, after its result was found right."""
+    case = CASES[name](layer)
+    picks = case.pick()
+    agree(name, case.attend(picks), case.wanted(picks), within=WITHIN[layer.q.dtype])
+    return case, picks
+
+
 def measure(
     name: str, layer: Layer, full: Callable[[], Tensor], rounds: int
 ) -> dict[str, str | int | float]:
     """One row, after the case's result was found right."""
-    case = CASES[name](layer)
-    picks = case.pick()
-    agree(name, case.attend(picks), case.wanted(picks), within=WITHIN[layer.q.dtype])
+    case, picks = checked_case(name, layer)
     read = case.read(picks)
     source = torch.ones(min(COPIED, nbytes(layer.k)), dtype=torch.uint8, device=layer.k.device)
     target = torch.empty_like(source)

@@ -4,16 +4,19 @@ One layer of Llama-3.1-8B, or of another shape, with random queries and values, 
 whose rank before RoPE is what factors can hold. Surprisal, for methods that want it, is drawn from
 an exponential distribution, about as skewed as that of text. A prompt is compressed
 by `Method.compress`, decoding steps are those of the state that it leaves, each with a new random
-query, so that steps have little in common and nearly everything that is retrieved has to move. Full
-KV is SDPA over the whole prompt in its faster layout for grouped heads, as in `kv-bench
-decode-step`.
+query, so that steps have little in common and nearly everything that is retrieved has to move,
+unless `--alike` makes them like each other. Full KV is SDPA over the whole prompt in its faster
+layout for grouped heads, as in `kv-bench decode-step`, whose cases are what `--primitive` sets
+beside the methods' steps.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import click
@@ -22,7 +25,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from kv_bench import llama_layer
-from kv_bench.decode_step import DTYPES, WITHIN, Layer, full_kv, nbytes
+from kv_bench.decode_step import DTYPES, SHORTEST, WITHIN, Layer, checked_case, full_kv, nbytes
 from kv_bench.llama_layer import LLAMA_8B, SHAPES, Shape
 from kv_bench.measure import (
     agree,
@@ -45,7 +48,13 @@ from kv_lowrank import rotate
 MIB, GIB = 2**20, 2**30
 RANK = 160  # of the keys before RoPE, all heads together: what ShadowKV holds by default
 SHORT = 192  # tokens on which lossless settings are compared with full KV
-CASES = "sentencekv,shadowkv,shadowkvplus"
+NAMES = "sentencekv,shadowkv,shadowkvplus"
+# Case of `kv-bench decode-step` that does a method's step by primitives alone, and its budget.
+PRIMITIVES: dict[str, tuple[str, int | float]] = {
+    "sentencekv": ("sentence", 1024),
+    "shadowkv": ("shadow", 2464),
+    "sekv": ("sekv_10", 0.1),
+}
 
 
 class Prompt:
@@ -99,17 +108,24 @@ class Prompt:
 
 
 class Decoding:
-    """A state, and new tokens for it one by one."""
+    """A state, and new tokens for it one by one.
 
-    def __init__(self, prompt: Prompt, row: Row, plan: Plan, state: LayerState) -> None:
+    alike: cosine, on average, of each query with the one before.
+    """
+
+    def __init__(
+        self, prompt: Prompt, row: Row, plan: Plan, state: LayerState, alike: float = 0.0
+    ) -> None:
         self.prompt, self.row, self.plan, self.state = prompt, row, plan, state
-        self.seen = prompt.tokens
+        self.seen, self.alike = prompt.tokens, alike
+        self.query = prompt.queries(1)
         self.come()
 
     def come(self) -> None:
         """One more token: not part of what is timed."""
-        prompt = self.prompt
-        self.query, self.key = prompt.queries(1), prompt.states(self.seen, 1)
+        prompt, fresh = self.prompt, (1 - self.alike**2) ** 0.5
+        self.query = self.alike * self.query + fresh * prompt.queries(1)
+        self.key = prompt.states(self.seen, 1)
         self.value = prompt.randn(1, prompt.kv_heads, 1, prompt.size)
         self.plan.advance(prompt.ids[None, self.seen % prompt.tokens, None], None)
         at = slice(self.seen, self.seen + 1)
@@ -150,9 +166,18 @@ def check(name: str, dtype: torch.dtype, seed: int, shape: Shape = LLAMA_8B) -> 
 
 
 def measure(
-    name: str, method: Method, prompt: Prompt, shape: Shape, *, rounds: int, prefill: bool
+    name: str,
+    method: Method,
+    prompt: Prompt,
+    shape: Shape,
+    *,
+    rounds: int,
+    prefill: bool,
+    primitive: bool = False,
+    alike: float = 0.0,
 ) -> dict[str, Any]:
-    """One row: bytes, a step beside full KV, and the time that compressing the prompt takes."""
+    """One row: bytes, a step beside full KV and, if wanted, the step by primitives alone, and the
+    time that compressing the prompt takes."""
     row, plan = prompt.row(method), prompt.plan(method)
     made: list[LayerState] = []  # a long prompt is compressed once, not once more to keep the state
 
@@ -161,17 +186,24 @@ def measure(
         made.append(method.compress([row], plan))
 
     compress = milliseconds({"": call}, rounds=3 if prefill else 1, warm_up=int(prefill))[""]
-    run = Decoding(prompt, row, plan, made[0])
-    query = prompt.queries(1)
-    full = full_kv(Layer(query, prompt.keys, prompt.values), rounds)
-    taken: dict[str, list[float]] = {"step": [], "full": []}
+    run = Decoding(prompt, row, plan, made[0], alike)
+    layer = Layer(prompt.queries(1), prompt.keys, prompt.values)
+    full = full_kv(layer, rounds)
+    # Full KV comes before each, so that nothing that a step reads is in the processor's cache.
+    sides = {"step": run.step}
+    if primitive:
+        sides["primitive"] = checked_case(PRIMITIVES[name][0], layer)[0].step
+    taken: dict[str, list[float]] = {side: [] for side in ("full", *sides)}
     for turn in range(rounds + 2):
-        each = milliseconds({"full": full, "step": run.step}, rounds=1, warm_up=0)
-        if turn > 1:
-            for side, ms in each.items():
-                taken[side].append(ms)
+        for side, way in sides.items():
+            each = milliseconds({"full": full, side: way}, rounds=1, warm_up=0)
+            if turn > 1:
+                taken["full"].append(each["full"])
+                taken[side].append(each[side])
         run.come()
-    step, beside = (sorted(taken[side])[rounds // 2] for side in ("step", "full"))
+    typical = {side: median(times) for side, times in taken.items()}
+    step, beside = typical["step"], typical["full"]
+    alone = typical.get("primitive")
     tiers, traffic = run.state.nbytes(), run.state.traffic()
     whole = nbytes(prompt.keys, prompt.values)
     asked = traffic["hits"] + traffic["misses"]
@@ -182,6 +214,7 @@ def measure(
         "step_ms": step,
         "full_kv_ms": beside,
         "ratio": beside / step,
+        **({} if alone is None else {"primitive_ms": alone, "over_primitive": step / alone}),
         "hit_rate": traffic["hits"] / asked if asked else None,
         "moved_mib_per_step": traffic["bytes_moved"] / MIB / (rounds + 2),
         "device_mib": tiers["device"] / MIB,
@@ -226,7 +259,7 @@ def latency(row: dict[str, Any], shape: Shape, output: int, *, rest_ms: float) -
 
 
 @click.command("methods-step")
-@click.option("--methods", default=CASES, show_default=True, help="Methods with commas between.")
+@click.option("--methods", default=NAMES, show_default=True, help="Methods with commas between.")
 @click.option("--contexts", default="131072", show_default=True, help="Tokens, commas between.")
 @click.option("--budget", help="Entries or share of the prompt.  [default: each method's own]")
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", show_default=True)
@@ -244,6 +277,18 @@ def latency(row: dict[str, Any], shape: Shape, output: int, *, rest_ms: float) -
     is_flag=True,
     help="SeKV with a router, of random weights: routing keys for each query head, not KV head.",
 )
+@click.option(
+    "--primitive",
+    is_flag=True,
+    help=f"Also decode-step's case of the same step, with its budget: {', '.join(PRIMITIVES)}.",
+)
+@click.option(
+    "--alike",
+    type=click.FloatRange(0, 1),
+    default=0.0,
+    show_default=True,
+    help="Cosine of a step's query with the one before.",
+)
 @click.option("--seed", type=int, default=0, show_default=True)
 @threads_option
 @json_option
@@ -258,6 +303,8 @@ def methods_step(
     model_bytes: bool,
     output: int | None,
     router: bool,
+    primitive: bool,
+    alike: float,
     seed: int,
     threads: int | None,
     json_file: Path | None,
@@ -274,6 +321,8 @@ def methods_step(
     granted = None if budget is None else parse_budget(budget)
     if output is not None and not prefill:
         raise click.UsageError("--output needs --prefill")
+    if primitive:
+        check_primitive(names, lengths, budget, shape)
     set_threads(threads)
     free_one_block()
     form, kind = SHAPES[shape], DTYPES[dtype]
@@ -286,8 +335,12 @@ def methods_step(
             prompt = Prompt(length, kind, seed, form)
             whole = llama_layer.prefill_ms(length, dtype=kind, shape=form) if prefill else 0.0
             for name in names:
-                method = chosen(name, granted, form if router else None)
-                row = measure(name, method, prompt, form, rounds=rounds, prefill=prefill)
+                budgeted = PRIMITIVES[name][1] if primitive else granted
+                method = chosen(name, budgeted, form if router else None)
+                row = measure(
+                    name, method, prompt, form,
+                    rounds=rounds, prefill=prefill, primitive=primitive, alike=alike,
+                )  # fmt: skip
                 if prefill:
                     row |= {"layer_prefill_ms": whole, "added": row["compress_ms"] / whole}
                 if model_bytes:
@@ -296,6 +349,21 @@ def methods_step(
                     row |= latency(row, form, output, rest_ms=rest)
                 rows.append(row)
     publish(rows, json_file)
+
+
+def check_primitive(
+    names: Sequence[str], lengths: Sequence[int], budget: str | None, shape: str
+) -> None:
+    """Raise UsageError unless there are primitives' cases for all that is asked for."""
+    without = [name for name in names if name not in PRIMITIVES]
+    if without:
+        raise click.UsageError(f"--primitive knows {', '.join(PRIMITIVES)}, got {without[0]}")
+    if budget is not None:
+        raise click.UsageError("--primitive takes the budgets of its cases: leave --budget out")
+    if shape != "llama-8b":
+        raise click.UsageError(f"--primitive is of shape llama-8b, got {shape}")
+    if min(lengths) < SHORTEST:
+        raise click.UsageError(f"--primitive wants {SHORTEST} tokens at least, got {min(lengths)}")
 
 
 def chosen(name: str, budget: int | float | None, routed: Shape | None = None) -> Method:
