@@ -54,7 +54,8 @@ class SentenceKV(Method):
             `.`, `?` and `!` only. What is generated ends its sentences by punctuation either way.
         hold: what the host stores: the tokens `kept`, and the others are gone, as in the paper; or
             the whole `prompt`, of which every later turn keeps tokens anew, those that its own last
-            `window` queries look at. A step looks for sentences among those kept either way.
+            `window` queries look at. A step looks for sentences among those kept either way; with
+            `keep=1` it attends them all, which suits short answers in many turns.
         per: whether a whole `layer` keeps the same tokens, scored over all heads as in the
             paper, or each `kv_head` its own.
         group: the similarity of a sentence to a KV head is the `mean` or the `max` of its query
