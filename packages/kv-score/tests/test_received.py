@@ -108,6 +108,14 @@ def test_more_keys_than_are_looked_at_together(tokens, largest, dtype):
     torch.testing.assert_close(out.double(), wanted, atol=rounding, rtol=rounding)
 
 
+def test_without_onednn(monkeypatch):
+    queries, keys, values = normal(0, 1, 4, 70, 16), normal(1, 1, 2, 90, 16), normal(2, 1, 2, 90, 8)
+    ours = attend_and_accumulate(queries, keys, values)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    for one, other in zip(attend_and_accumulate(queries, keys, values), ours, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
 def test_the_whole_matrix_is_never_held():
     queries, keys = normal(0, 1, 2, 1024, 8), normal(1, 1, 1, 1024, 8)
     whole = 2 * 1024 * 1024 * 4

@@ -23,7 +23,7 @@ from kv_score._products import product
 
 _LOG2_E = math.log2(math.e)  # softmax in powers of two, which are the faster ones
 _RANGE = 112  # where sums stay below 2**_RANGE: float32 ends at 2**128
-_SPAN = 4096  # keys whose weights are built at a time on a CPU, to be used while in its cache
+_SPAN = 4096  # keys whose weights are built at a time, and used while in a CPU's cache
 
 
 @torch.no_grad()
@@ -72,8 +72,7 @@ def attend_and_accumulate(
     received = torch.zeros(batch * kv_heads, group, tokens, device=keys.device)
     keys, values = keys.flatten(0, 1), values.flatten(0, 1)
     asked = queries.reshape(batch * kv_heads, group, count, size)
-    on_cpu = keys.device.type == "cpu"
-    together, span = (1, _SPAN) if on_cpu else (batch * kv_heads, max(tokens, 1))
+    together = 1 if keys.device.type == "cpu" else batch * kv_heads
     block = max(min(rows // group, count), 1)
     future = torch.full((block, block), -math.inf, device=keys.device).triu(1)
     room = torch.empty(together * group * block * tokens, device=keys.device)
@@ -85,7 +84,7 @@ def attend_and_accumulate(
         for number, start in enumerate(range(0, count, block)):
             stop = min(start + block, count)
             new, end = stop - start, tokens - count + stop
-            spans = _spans(end, end - new, span)
+            spans = _spans(end, end - new)
             packed = asked[part, :, start:stop].flatten(1, 2).float() * (scale * _LOG2_E)
             total = torch.zeros(*packed.shape[:2], 1, device=keys.device)
             attended = torch.zeros(*packed.shape[:2], width, device=keys.device)
@@ -106,9 +105,9 @@ def attend_and_accumulate(
     return out.view(batch, heads, count, width), scores
 
 
-def _spans(end: int, whole: int, span: int) -> list[slice]:
-    """[0, end) in pieces of `span`, of which the last one holds all from `whole` on."""
-    return [slice(*x) for x in pairwise((*range(0, max(whole, 1), span), end))]
+def _spans(end: int, whole: int) -> list[slice]:
+    """[0, end) in pieces of `_SPAN`, of which the last one holds all from `whole` on."""
+    return [slice(*x) for x in pairwise((*range(0, max(whole, 1), _SPAN), end))]
 
 
 def _weights(
