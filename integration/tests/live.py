@@ -61,7 +61,8 @@ def _storages(*tree: object) -> Iterator[torch.UntypedStorage]:
     """Of all tensors in lists, tuples and dicts; operations take no other containers."""
     for item in tree:
         if isinstance(item, torch.Tensor):
-            yield item.untyped_storage()
+            if item.layout != torch._mkldnn:  # oneDNN's own memory is no storage
+                yield item.untyped_storage()
         elif isinstance(item, (list, tuple)):
             yield from _storages(*item)
         elif isinstance(item, dict):

@@ -93,6 +93,29 @@ def test_logits_of_any_size(tokens, dtype, largest, sign, value, rows, seed):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("largest", [1.0, 300.0])
+@pytest.mark.parametrize("tokens", [4095, 4097, 9000])
+def test_more_keys_than_are_looked_at_together(tokens, largest, dtype):
+    queries, keys = normal(0, 1, 4, 70, 16), normal(1, 1, 2, tokens, 16)
+    queries, keys = ((x / x.norm(dim=-1).amax()).to(dtype) for x in (queries, keys))
+    values = normal(2, 1, 2, tokens, 8, dtype=dtype)
+    out, scores = attend_and_accumulate(queries, keys, values, scale=largest, rows=64)
+    weights = attention(queries, keys, largest)
+    torch.testing.assert_close(scores.double(), weights.sum(2), atol=1e-5, rtol=1e-3)
+    wanted = weights @ values.double().repeat_interleave(2, 1)
+    rounding = {torch.float32: 1e-4, torch.bfloat16: 1e-2}[dtype]
+    torch.testing.assert_close(out.double(), wanted, atol=rounding, rtol=rounding)
+
+
+def test_without_onednn(monkeypatch):
+    queries, keys, values = normal(0, 1, 4, 70, 16), normal(1, 1, 2, 90, 16), normal(2, 1, 2, 90, 8)
+    ours = attend_and_accumulate(queries, keys, values)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    for one, other in zip(attend_and_accumulate(queries, keys, values), ours, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
 def test_the_whole_matrix_is_never_held():
     queries, keys = normal(0, 1, 2, 1024, 8), normal(1, 1, 1, 1024, 8)
     whole = 2 * 1024 * 1024 * 4

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from jaxtyping import Float, Float32
@@ -17,9 +19,11 @@ from kv_score._checks import (
     check_tensor,
 )
 from kv_score._groups import REDUCTIONS, Reduce, reduce_groups
+from kv_score._products import product
 
 _LOG2_E = math.log2(math.e)  # softmax in powers of two, which are the faster ones
 _RANGE = 112  # where sums stay below 2**_RANGE: float32 ends at 2**128
+_SPAN = 4096  # keys whose weights are built at a time, and used while in a CPU's cache
 
 
 @torch.no_grad()
@@ -75,29 +79,64 @@ def attend_and_accumulate(
     tame = _tame(asked, keys, values, abs(scale) * _LOG2_E, block)
     for first in range(0, batch * kv_heads, together):
         part = slice(first, first + together)
-        own_keys, own_values = keys[part].float(), values[part]
-        if together == 1:  # rows of one head, which else lie between those of others
-            own_keys, own_values = own_keys.contiguous(), own_values.contiguous()
+        # rows of one head, which else lie between those of others
+        own_keys, own_values = keys[part].float().contiguous(), values[part].contiguous()
         for number, start in enumerate(range(0, count, block)):
             stop = min(start + block, count)
             new, end = stop - start, tokens - count + stop
+            spans = _spans(end, end - new)
             packed = asked[part, :, start:stop].flatten(1, 2).float() * (scale * _LOG2_E)
-            shape = len(packed), group * new, end
-            weights = room[: math.prod(shape)].view(shape)
-            torch.bmm(packed, own_keys[:, :end].mT, out=weights)
-            latest = weights.unflatten(1, (group, new))[..., end - new :]
-            latest.add_(future[:new, :new])
-            if not tame[part, number].all():
-                weights.sub_(weights.amax(-1, keepdim=True))
-            weights.exp2_()
+            total = torch.zeros(*packed.shape[:2], 1, device=keys.device)
+            attended = torch.zeros(*packed.shape[:2], width, device=keys.device)
+            calm = bool(tame[part, number].all())
+            weights = []
+            made = _weights(packed, own_keys, spans, future[:new, :new], room, calm)
+            for at, some in zip(spans, made, strict=True):
+                total += some.sum(-1, keepdim=True)
+                attended += product(some.to(values.dtype), own_values[:, at].mT)
+                weights.append(some)
             # The rows are divided by their sums not here but where they are added up.
-            share = weights.sum(-1, keepdim=True).reciprocal_()
-            attended = (weights.to(values.dtype) @ own_values[:, :end]).mul_(share)
-            out[part, :, start:stop] = attended.unflatten(1, (group, new))
-            sums = share.view(-1, 1, new) @ weights.view(-1, new, end)
-            received[part, :, :end] += sums.view(-1, group, end)
+            share = total.reciprocal_()
+            out[part, :, start:stop] = attended.mul_(share).unflatten(1, (group, new))
+            for at, some in zip(spans, weights, strict=True):
+                sums = share.view(-1, 1, new) @ some.view(-1, new, some.shape[-1])
+                received[part, :, at] += sums.view(-1, group, some.shape[-1])
     scores = reduce_groups(received.unflatten(0, (batch, kv_heads)), reduce)
     return out.view(batch, heads, count, width), scores
+
+
+def _spans(end: int, whole: int) -> list[slice]:
+    """[0, end) in pieces of `_SPAN`, of which the last one holds all from `whole` on."""
+    return [slice(*x) for x in pairwise((*range(0, max(whole, 1), _SPAN), end))]
+
+
+def _weights(
+    queries: Tensor, keys: Tensor, spans: list[slice], future: Tensor, room: Tensor, calm: bool
+) -> Iterator[Tensor]:
+    """Powers of two of the logits, span by span, [L, G*N, keys of a span], which lie in `room`.
+
+    Up to a factor for each row, its largest logit unless `calm`: one span is then done with, and
+    still in the CPU's cache, before the next is built.
+
+    queries: [L, G*N, D], of N tokens; keys: [L, T, D], of which `spans` ends with those tokens'
+    own; future: [N, N], added to the logits of tokens for each other.
+    """
+    count, new = queries.shape[0] * queries.shape[1], len(future)
+    logits = []
+    for at in spans:
+        part = product(queries, keys[:, at])
+        if at is spans[-1]:
+            part.unflatten(1, (-1, new))[..., -new:].add_(future)
+        own = room[count * at.start : count * at.stop].view(part.shape)
+        if calm:
+            yield torch.exp2(part, out=own)
+        else:
+            logits.append(own.copy_(part))
+    if logits:
+        tops = [part.amax(-1, keepdim=True) for part in logits]
+        top = torch.cat(tops, -1).amax(-1, keepdim=True)
+        for part in logits:
+            yield part.sub_(top).exp2_()
 
 
 def _tame(queries: Tensor, keys: Tensor, values: Tensor, scale: float, block: int) -> Tensor:
