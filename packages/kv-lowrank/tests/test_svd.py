@@ -140,6 +140,13 @@ def test_gram_of_wide_matrices_in_triangular_blocks(tokens, width, rank, seed):
     assert error(x, factors).item() == pytest.approx(tail(x, rank).item(), rel=1e-4, abs=ROUNDING)
 
 
+def test_gram_without_onednn(monkeypatch):
+    x = spectrum(0, (), 150, 100, 0.95).float()
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    factors = truncated_svd(x, 20, method="gram")
+    assert error(x, factors).item() == pytest.approx(tail(x, 20).item(), rel=1e-4)
+
+
 def test_gram_turns_to_float64_where_float32_cannot_tell():
     x = spectrum(0, (), 60, 30, 0.3).float()  # singular value 12 is 5e-7 of the first
     factors = truncated_svd(x, 12, method="gram", dtype=torch.float64)

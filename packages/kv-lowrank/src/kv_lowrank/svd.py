@@ -18,6 +18,7 @@ from kv_lowrank._checks import (
     check_floating,
     check_positive,
 )
+from kv_lowrank._products import product
 from kv_lowrank.factors import LowRank
 
 Method: TypeAlias = Literal["auto", "exact", "gram", "randomized"]
@@ -121,9 +122,10 @@ def _gram(x: Tensor, dtype: torch.dtype) -> Tensor:
     gram = x.new_zeros(x.shape[0], width, width, dtype=torch.float64)
     step = max(64, math.ceil(width / 8))
     for _, block in _pieces(x, dtype):
+        across = block.mT.contiguous()
         for start in range(0, width, step):
             columns = slice(start, start + step)
-            gram[:, columns, start:] += block[..., columns].mT @ block[..., start:]
+            gram[:, columns, start:] += product(across[:, columns], across[:, start:])
     return gram
 
 
