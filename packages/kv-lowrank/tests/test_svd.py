@@ -147,6 +147,13 @@ def test_gram_without_onednn(monkeypatch):
     assert error(x, factors).item() == pytest.approx(tail(x, 20).item(), rel=1e-4)
 
 
+def test_gram_under_autocast():
+    x = spectrum(0, (), 150, 100, 0.95).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        factors = truncated_svd(x, 20, method="gram")
+    assert error(x, factors).item() == pytest.approx(tail(x, 20).item(), rel=1e-2)
+
+
 def test_gram_turns_to_float64_where_float32_cannot_tell():
     x = spectrum(0, (), 60, 30, 0.3).float()  # singular value 12 is 5e-7 of the first
     factors = truncated_svd(x, 12, method="gram", dtype=torch.float64)

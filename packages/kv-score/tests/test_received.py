@@ -116,6 +116,15 @@ def test_without_onednn(monkeypatch):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
+def test_under_autocast():
+    queries, keys, values = normal(0, 1, 4, 70, 16), normal(1, 1, 2, 90, 16), normal(2, 1, 2, 90, 8)
+    ours = attend_and_accumulate(queries, keys, values)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attend_and_accumulate(queries, keys, values)
+    for one, other in zip(found, ours, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-2)
+
+
 def test_the_whole_matrix_is_never_held():
     queries, keys = normal(0, 1, 2, 1024, 8), normal(1, 1, 1, 1024, 8)
     whole = 2 * 1024 * 1024 * 4
